@@ -1,0 +1,61 @@
+# Everything runs from a virtual environment in .venv, made on first use.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test bench docs format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## MAML on sines: a table, and a picture in out/sine (about a minute)
+	$(BIN)/python -m innerloop.experiments.sine
+
+test: $(VENV)/dev.stamp ## lint, type check, tests and docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: ## time innerloop against higher (makes its own environment)
+	$(PYTHON) benchmarks/run.py
+
+docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
+	$(BIN)/mkdocs serve
+
+format: $(VENV)/dev.stamp ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove environments, caches and results
+	rm -rf $(VENV) benchmarks/.venv site out .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --clear: an environment that was left half made (no ensurepip, Ctrl-C) is made again.
+$(VENV)/venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo 'innerloop needs Python 3.10 or newer. Name one: make PYTHON=python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# A stamp for each version of torch, so that `make test TORCH=...` installs the one asked for.
+# torch goes in first, so that no dependency of the others can choose its version.
+$(VENV)/torch-$(TORCH).stamp: $(VENV)/venv.stamp
+	$(PIP) torch==$(TORCH)
+	@rm -f $(VENV)/torch-*.stamp
+	@touch $@
+
+$(VENV)/demo.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,94 @@
+"""The networks that the benchmarks train. Each is a plain `nn.Module` with random weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mlp(widths: list[int]) -> nn.Sequential:
+    """Linear layers with a ReLU between them. [batch, widths[0]] -> [batch, widths[-1]]"""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def deep_mlp() -> nn.Sequential:
+    """120 linear layers, 240 parameter tensors. [batch, 32] -> [batch, 32]"""
+    return mlp([32] * 121)
+
+
+def wide_mlp() -> nn.Sequential:
+    """Few modules, much arithmetic in each. [batch, 256] -> [batch, 10]"""
+    return mlp([256, 256, 256, 256, 10])
+
+
+def conv4(way: int = 5, channels: int = 64) -> nn.Sequential:
+    """The few-shot network of MAML. [batch, 1, 28, 28] -> [batch, way]"""
+    layers: list[nn.Module] = []
+    for fan_in in (1, channels, channels, channels):
+        layers += [
+            nn.Conv2d(fan_in, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, way))
+
+
+class _Bottleneck(nn.Module):
+    """Adds `growth` channels: BN-ReLU-conv 1x1 to 4 * growth, then BN-ReLU-conv 3x3."""
+
+    def __init__(self, fan_in: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(fan_in)
+        self.conv1 = nn.Conv2d(fan_in, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.conv1(F.relu(self.norm1(x)))
+        new = self.conv2(F.relu(self.norm2(new)))
+        return torch.cat([x, new], dim=1)
+
+
+def _transition(fan_in: int, fan_out: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.BatchNorm2d(fan_in),
+        nn.ReLU(),
+        nn.Conv2d(fan_in, fan_out, 1, bias=False),
+        nn.AvgPool2d(2),
+    )
+
+
+def densenet_bc(growth: int = 12, depth: int = 100, classes: int = 10) -> nn.Sequential:
+    """DenseNet-BC for CIFAR, compression 0.5. [batch, 3, 32, 32] -> [batch, classes]
+
+    Reference: Huang et al., "Densely Connected Convolutional Networks", 2017, section 3.
+    """
+    per_block = (depth - 4) // 6
+    channels = 2 * growth
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1, bias=False)]
+    for block in range(3):
+        if block > 0:
+            layers.append(_transition(channels, channels // 2))
+            channels //= 2
+        for _ in range(per_block):
+            layers.append(_Bottleneck(channels, growth))
+            channels += growth
+    head = [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(channels, classes))
+
+
+def paper_densenet() -> nn.Sequential:
+    """DenseNet-BC(k=12, L=100), whose size is known: 299 tensors, 0.77 M parameters."""
+    model = densenet_bc()
+    params = list(model.parameters())
+    assert len(params) == 299, f"DenseNet-BC(12, 100) has 299 parameter tensors, not {len(params)}"
+    total = sum(p.numel() for p in params)
+    assert total == 769_162, f"DenseNet-BC(12, 100) has 769,162 parameters, not {total:,}"
+    return model

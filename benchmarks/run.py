@@ -1,0 +1,156 @@
+"""Time innerloop against `higher`, in one interleaved run, and print the ratios.
+
+Works from any Python: where torch, higher or innerloop are missing, it makes an environment of its
+own first (`setup_peers.py`) and runs itself there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import setup_peers
+
+if TYPE_CHECKING:
+    from report import Row
+    from workloads import Case, Workload
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+_NEEDED = ("torch", "higher", "innerloop")
+
+# Exit codes. A missed target is a result, not a failure: it is printed, and the code stays 0.
+_DISAGREEMENT, _SETUP_FAILED = 1, 3
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", metavar="NAME", help="workloads whose name starts with NAME")
+    parser.add_argument("--repeats", type=int, help="rounds (default: chosen per workload)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="default: results/<time>.json")
+    parser.add_argument("--profile", metavar="NAME", help="show where NAME spends its time")
+    return parser.parse_args()
+
+
+def _rerun_where_peers_are() -> None:
+    """Replace this process by one whose Python has all that is needed."""
+    try:
+        setup_peers.create()
+    except setup_peers.SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(_SETUP_FAILED)
+    sys.stdout.flush()
+    os.execv(setup_peers.PYTHON, [str(setup_peers.PYTHON), *sys.argv])
+
+
+def _selected(prefix: str | None) -> list[Workload]:
+    from workloads import WORKLOADS
+
+    chosen = [w for w in WORKLOADS if w.name.startswith(prefix or "")]
+    if not chosen:
+        sys.exit(f"No workload starts with {prefix!r}. There are: {[w.name for w in WORKLOADS]}")
+    return chosen
+
+
+def _libraries() -> dict[str, ModuleType | None]:
+    return {
+        "innerloop": importlib.import_module("innerloop"),
+        "higher": importlib.import_module("higher"),
+        "plain": None,
+    }
+
+
+def _build(workload: Workload, dtype_name: str) -> dict[str, Case]:
+    import torch
+
+    libraries = _libraries()
+    dtype = getattr(torch, dtype_name)
+    return {side: workload.build(libraries[side], dtype) for side in workload.sides}
+
+
+def _about(threads: int) -> dict[str, object]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions: dict[str, str] = {}
+    for name in _NEEDED:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed: on the path"
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "versions": versions,
+    }
+
+
+def _benchmark(workloads: list[Workload], repeats: int | None) -> list[Row]:
+    """Compare all, then time all: a disagreement anywhere stops the run before the first time."""
+    import agreement
+    import report
+    import timing
+
+    differences = {}
+    for workload in workloads:
+        differences[workload.name] = agreement.check(workload.name, _build(workload, "float64"))
+        print(f"same results: {workload.name:18} {differences[workload.name]:.1e} relative")
+    print(f"\n{report.header()}", flush=True)
+    results: list[Row] = []
+    for workload in workloads:
+        runs = {side: case.run for side, case in _build(workload, "float32").items()}
+        times = timing.interleaved(runs, repeats or workload.repeats)
+        new = report.rows(workload, times, differences[workload.name])
+        print("\n".join(map(report.line, new)), flush=True)
+        results += new
+    return results
+
+
+def _profile(workloads: list[Workload]) -> None:
+    import profiling
+
+    for workload in workloads:
+        print(f"\n##### {workload.name}: {workload.about}")
+        profiling.show({side: case.run for side, case in _build(workload, "float32").items()})
+
+
+def main() -> None:
+    args = _arguments()
+    if not all(map(importlib.util.find_spec, _NEEDED)):
+        _rerun_where_peers_are()
+    warnings.filterwarnings("ignore", module="higher")
+    import torch
+
+    import report
+    from agreement import DisagreementError
+
+    torch.set_num_threads(args.threads)
+    if args.profile:
+        _profile(_selected(args.profile))
+        return
+    about = _about(args.threads)
+    print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
+    try:
+        results = _benchmark(_selected(args.only), args.repeats)
+    except DisagreementError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(_DISAGREEMENT)
+    path = args.json or _RESULTS / f"{str(about['time']).replace(':', '')}.json"
+    report.write(path, about, results)
+    missed = sum(row.verdict == "MISS" for row in results)
+    print(f"\n{missed} of {sum(row.target is not None for row in results)} targets missed. {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Functions whose derivatives stay finite at zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """The square root with derivative 0 where ``x`` is not positive.
+
+    An adaptive rule meets ``sqrt(0)`` wherever a gradient is exactly zero (a dead ReLU, an unused
+    embedding row). There the root is multiplied by a moment that is zero too, so the derivative of
+    the product has a limit, and that limit takes 0 from this factor. The argument is masked before
+    the root, not after: ``0 * inf`` would already be NaN.
+
+    >>> x = torch.tensor([0.0, 4.0], requires_grad=True)
+    >>> safe_sqrt(x).sum().backward()
+    >>> x.grad
+    tensor([0.0000, 0.2500])
+    """
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
+
+
+def safe_norm(x: Tensor) -> Tensor:
+    """The Euclidean norm of all elements with derivative 0 at the origin.
+
+    >>> x = torch.zeros(3, requires_grad=True)
+    >>> safe_norm(x).backward()
+    >>> x.grad
+    tensor([0., 0., 0.])
+    """
+    return safe_sqrt(x.square().sum())

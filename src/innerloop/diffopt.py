@@ -1,0 +1,503 @@
+"""Differentiable optimizers with the paper's imperative interface: ``diffopt.step(loss)``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import _second_order, _tree, optim
+from innerloop._kernels import twice_differentiable
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.fmodel import Patched
+from innerloop.optim._family import Family
+from innerloop.optim._from_torch import family_of
+from innerloop.optim._rule import OptState, Rule, step, unpacked, write_settings, write_state
+from innerloop.optim._settings import check_name, check_value, per_group
+
+GradCallback = Callable[[Any], Any]
+Override = Mapping[str, Any]
+
+
+class DifferentiableOptimizer(torch.optim.Optimizer):
+    """The base of all differentiable optimizers. Subclass it, with ``_update``, to add your own.
+
+    ``_update(grouped_grads)`` finds the parameters in ``self.param_groups[g]["params"]``, their
+    gradients in ``grouped_grads[g]`` (``None`` where there is none) and may keep what it likes in
+    ``self.state[g][i]``; it replaces the parameters in their lists by new tensors.
+    """
+
+    def __init__(
+        self,
+        other: torch.optim.Optimizer,
+        reference_params: Iterable[Tensor],
+        fmodel: Any = None,
+        device: torch.device | str | None = None,
+        override: Override | None = None,
+        grad_callback: GradCallback | None = None,
+        track_higher_grads: bool = True,
+        first_order: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        reference = list(reference_params)
+        index = {id(p): i for i, p in enumerate(reference)}
+        self._reference = reference
+        self._names = _parameter_names(fmodel, len(reference))
+        self._group_to_param_list = [
+            [_index_of(p, index, g, i) for i, p in enumerate(group["params"])]
+            for g, group in enumerate(other.param_groups)
+        ]
+        self.param_groups: list[dict[str, Any]] = [dict(group) for group in other.param_groups]
+        for group in self.param_groups:
+            group["params"] = list(group["params"])
+        self.defaults = dict(other.defaults)
+        self._device = device
+        self._fmodel = fmodel
+        self._grad_callback = grad_callback
+        self._track_higher_grads = track_higher_grads
+        self._first_order = first_order
+        self._dead_ends: bool | None = None
+        # What torch.optim.Optimizer expects of its instances, for schedulers and hooks.
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._warned_capturable_if_run_uncaptured = True
+        if override is not None:
+            self._apply_override(override)
+        self._start(other)
+
+    # What a subclass may replace. ---------------------------------------------------------------
+
+    def _start(self, other: torch.optim.Optimizer) -> None:
+        """Copy the state of the optimizer this one continues."""
+        self.state: Any = [defaultdict(dict) for _ in self.param_groups]
+        for g, group in enumerate(other.param_groups):
+            for i, param in enumerate(group["params"]):
+                if param in other.state:
+                    self.state[g][i] = _moved(other.state[param], self._device)
+
+    def _update(self, grouped_grads: list[list[Tensor | None]], **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def _check_override(self, name: str, values: Sequence[Any]) -> None:
+        if name not in self.param_groups[0]:
+            known = ", ".join(key for key in self.param_groups[0] if key != "params")
+            raise InnerLoopError(
+                four_part(
+                    f"You gave a value for {name!r}.",
+                    f"a setting of the optimizer: {known}.",
+                    "it has no setting of that name, so the value would have no effect.",
+                    "one of these names.",
+                )
+            )
+
+    # The interface. -----------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self,
+        loss: Tensor,
+        params: Iterable[Tensor] | None = None,
+        override: Override | None = None,
+        grad_callback: GradCallback | None = None,
+        *,
+        retain_graph: bool | None = None,
+        **kwargs: Any,
+    ) -> list[Tensor]:
+        """One update of the parameters by the gradient of ``loss``, kept in the graph (Eq. 2).
+
+        ``params`` are the present parameters, needed when there is no patched model. ``override``
+        replaces continuous settings from now on. ``grad_callback`` gets the gradients as a tuple,
+        ``None`` where there is none, and returns those to use. ``retain_graph=True`` lets another
+        optimizer take a step by the same loss.
+        """
+        weights = self._present(params)
+        check_loss(loss)
+        if override is not None:
+            self._apply_override(override)
+        grads = self._gradients(loss, weights, retain_graph)
+        callback = grad_callback if grad_callback is not None else self._grad_callback
+        if callback is not None:
+            grads = tuple(callback(grads))
+        grouped = []
+        for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+            group["params"] = [weights[p] for p in positions]
+            grouped.append([grads[p] for p in positions])
+        with _full_precision(loss.device):
+            self._update(grouped)
+        new = list(weights)
+        for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+            for i, p in enumerate(positions):
+                new[p] = self._kept(group["params"][i], weights[p])
+                group["params"][i] = new[p]
+        if self._fmodel is not None:
+            self._fmodel.update_params(new)
+        return new
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: ``step`` computes gradients afresh and leaves none behind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and settings in torch's format, as plain numbers and tensors."""
+        numbering, groups = 0, []
+        for group in self.param_groups:
+            count = len(group["params"])
+            plain = {k: _tree.map(_detached, v) for k, v in group.items() if k != "params"}
+            groups.append({**plain, "params": list(range(numbering, numbering + count))})
+            numbering += count
+        state = {
+            n: _tree.map(_detached, dict(slots))
+            for n, slots in enumerate(self._flat_state())
+            if slots
+        }
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state and settings, from here or from ``torch.optim``."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        given = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != given:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave the state of an optimizer with groups of {given} parameters.",
+                    f"groups of {sizes} parameters.",
+                    "state is matched to parameters by position.",
+                    "the state_dict of an optimizer built over the same groups.",
+                )
+            )
+        flat: list[Any] = []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+            flat.extend(
+                _moved(state_dict["state"].get(n, {}), self._device) for n in saved["params"]
+            )
+        self._set_flat_state(flat)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, of the original model or present ones of the patched."""
+        group = dict(param_group)
+        given = group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        index = {id(p): i for i, p in enumerate(self._reference)}
+        if self._fmodel is not None and self._fmodel.fast_params is not None:
+            index |= {id(p): i for i, p in enumerate(self._fmodel.fast_params)}
+        positions = [_index_of(p, index, len(self.param_groups), i) for i, p in enumerate(given)]
+        taken = {p for group in self._group_to_param_list for p in group}
+        if taken & set(positions):
+            raise InnerLoopError(
+                four_part(
+                    "You added a group with a parameter that is in a group already.",
+                    "each parameter in one group.",
+                    "it would be updated twice in a step.",
+                    "add_param_group({'params': other_parameters}).",
+                )
+            )
+        flat = self._flat_state() + [{} for _ in given]
+        self._group_to_param_list.append(positions)
+        self.param_groups.append({**self.defaults, **group, "params": given})
+        self._set_flat_state(flat)
+
+    def write_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put this optimizer's state and settings into an ordinary one over the same parameters."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote to an optimizer with groups of {sizes} parameters.",
+                    "an optimizer built over the same groups.",
+                    "state is matched to parameters by position.",
+                    "diffopt.write_to(optimizer), with the optimizer it was made from.",
+                )
+            )
+        optimizer.load_state_dict(self.state_dict())
+
+    # Its parts. ---------------------------------------------------------------------------------
+
+    def _present(self, params: Iterable[Tensor] | None) -> list[Tensor]:
+        if params is not None:
+            weights = list(params)
+        elif self._fmodel is not None and self._fmodel.fast_params is not None:
+            weights = list(self._fmodel.fast_params)
+        else:
+            raise InnerLoopError(
+                four_part(
+                    "You called step(loss) without params.",
+                    "the present parameters.",
+                    "this optimizer has no patched model to take them from.",
+                    "params = diffopt.step(loss, params=params).",
+                )
+            )
+        if len(weights) != len(self._reference):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {len(weights)} parameters to step.",
+                    f"{len(self._reference)}, as when the optimizer was made.",
+                    "they are matched by position.",
+                    "all parameters, in the order of reference_params.",
+                )
+            )
+        return weights
+
+    def _gradients(
+        self, loss: Tensor, weights: list[Tensor], retain_graph: bool | None
+    ) -> tuple[Tensor | None, ...]:
+        create = self._track_higher_grads and not self._first_order
+        wanted = [p for positions in self._group_to_param_list for p in positions]
+        wanted = [p for p in wanted if weights[p].requires_grad]
+        found: tuple[Tensor | None, ...] = ()
+        if wanted:
+            with twice_differentiable if create else contextlib.nullcontext():
+                found = torch.autograd.grad(
+                    loss,
+                    [weights[p] for p in wanted],
+                    create_graph=create,
+                    retain_graph=retain_graph,
+                    allow_unused=True,
+                )
+        if all(g is None for g in found):
+            raise RequirementError(
+                four_part(
+                    "The loss given to step does not depend on any parameter of the optimizer.",
+                    "a loss computed with the present weights.",
+                    "it was computed before an earlier step, or by the original model instead of "
+                    "the patched one, so nothing would move.",
+                    "loss = loss_fn(fmodel(x), y) before every diffopt.step(loss).",
+                )
+            )
+        if create and self._dead_ends is not False:
+            self._dead_ends = _second_order.guard(loss, found, weights, self._name_of)
+        grads: list[Tensor | None] = [None] * len(weights)
+        for p, grad in zip(wanted, found, strict=True):
+            grads[p] = grad
+        return tuple(grads)
+
+    def _name_of(self, position: int) -> str:
+        return self._names[position]
+
+    def _kept(self, new: Tensor, old: Tensor) -> Tensor:
+        if self._track_higher_grads or new is old:
+            return new
+        return new.detach().requires_grad_(old.requires_grad)
+
+    def _apply_override(self, override: Override) -> None:
+        checked = {}
+        for name, given in override.items():
+            checked[name] = per_group(name, given, len(self.param_groups), self._arity(name))
+            self._check_override(name, checked[name])
+        for name, values in checked.items():
+            for group, value in zip(self.param_groups, values, strict=True):
+                group[name] = value
+
+    def _arity(self, name: str) -> int:
+        return 1
+
+    def _flat_state(self) -> list[Any]:
+        return [
+            self.state[g].get(i, {})
+            for g, group in enumerate(self.param_groups)
+            for i in range(len(group["params"]))
+        ]
+
+    def _set_flat_state(self, flat: Sequence[Any]) -> None:
+        rest = iter(flat)
+        state = []
+        for group in self.param_groups:
+            state.append(defaultdict(dict))
+            for i in range(len(group["params"])):
+                slots = next(rest)
+                if slots:
+                    state[-1][i] = slots
+        self.state = state
+
+
+class RuleOptimizer(DifferentiableOptimizer):
+    """A differentiable optimizer by one of the rules of :mod:`innerloop.optim`.
+
+    ``state`` can be read and written as a list over groups of dictionaries; the rule keeps its own
+    packed form, and the two are converted when the other one is asked for.
+    """
+
+    family: Family
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._packed: OptState | None = None
+        self._open: list[Any] | None = None
+        super().__init__(*args, **kwargs)
+
+    def _start(self, other: torch.optim.Optimizer) -> None:
+        if self.family.layout == "whole":
+            raise InnerLoopError(
+                four_part(
+                    f"You made a differentiable {self.family.name} for step(loss).",
+                    "a loss that can be evaluated again at other weights.",
+                    f"{self.family.name} evaluates it several times in one step.",
+                    "innerloop.optim.lbfgs() and rule.update(..., evaluate=loss_and_gradients).",
+                )
+            )
+        flat = [other.state.get(p, {}) for group in other.param_groups for p in group["params"]]
+        self._set_flat_state([_moved(slots, self._device) for slots in flat])
+
+    @property
+    def state(self) -> list[Any]:  # type: ignore[override]
+        """For each group a dictionary by position in it, of each parameter's state."""
+        if self._open is None:
+            assert self._packed is not None
+            flat = iter(unpacked(self.family, self._flat_params(), self._packed))
+            self._open = []
+            for group in self.param_groups:
+                slots = defaultdict(dict)
+                slots.update({i: s for i, s in enumerate(_take(flat, len(group["params"]))) if s})
+                self._open.append(slots)
+            self._packed = None
+        return self._open
+
+    @state.setter
+    def state(self, value: list[Any]) -> None:
+        self._open, self._packed = value, None
+
+    def _flat_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _update(self, grouped_grads: list[list[Tensor | None]], **kwargs: Any) -> None:
+        params = self._flat_params()
+        grads = [g for group in grouped_grads for g in group]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if self._packed is None:
+            warm = tuple(_read(self.family, slots) for slots in self._flat_state())
+            self._packed = Rule(self.family, tuple(self.param_groups), tuple(sizes), warm).init(
+                params
+            )
+            self._open = None
+        new, self._packed = step(self.family, self.param_groups, sizes, params, grads, self._packed)
+        rest = iter(new)
+        for group, size in zip(self.param_groups, sizes, strict=True):
+            group["params"] = _take(rest, size)
+
+    def _check_override(self, name: str, values: Sequence[Any]) -> None:
+        check_name(self.family, name)
+        for group, value in zip(self.param_groups, values, strict=True):
+            check_value(self.family, name, value, [p.shape for p in group["params"]])
+
+    def _arity(self, name: str) -> int:
+        return self.family.settings.get(name, 1)
+
+    def write_to(self, optimizer: torch.optim.Optimizer) -> None:
+        super().write_to(optimizer)
+        write_state(self.family, optimizer, self._flat_state())
+        write_settings(self.family, optimizer, self.param_groups)
+
+
+def _read(family: Family, slots: Mapping[str, Any]) -> dict[str, Any]:
+    return family.read({k: _as_double(v) for k, v in slots.items()})
+
+
+def _as_double(value: Any) -> Any:
+    scalar = isinstance(value, Tensor) and value.dim() == 0
+    return value.to(torch.float64) if scalar and value.device.type != "mps" else value
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be an inner loss."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the loss.",
+                "a tensor with one value.",
+                "the inner gradient is that of a scalar.",
+                "loss.mean() or loss.sum().",
+            )
+        )
+    if not loss.requires_grad:
+        raise RequirementError(
+            four_part(
+                "You gave a loss that does not require grad.",
+                "a loss that depends on the patched model's weights through differentiable "
+                "operations.",
+                "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
+                "the loss as a tensor straight from fmodel's output, with gradients enabled.",
+            )
+        )
+    if not torch._C._functorch.is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
+        raise InnerLoopError(
+            four_part(
+                "The loss is NaN.",
+                "a finite loss.",
+                "every weight would be NaN after this step.",
+                "a smaller learning rate, innerloop_ctx(..., grad_callback=clip), or check the "
+                "input for NaN.",
+            )
+        )
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device):
+    """An update is not part of an autocast region, as ``torch.optim``'s is not."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def _index_of(param: Tensor, index: Mapping[int, int], group: int, position: int) -> int:
+    found = index.get(id(param))
+    if found is None:
+        raise InnerLoopError(
+            four_part(
+                f"Parameter {position} of group {group} of the optimizer, of shape "
+                f"{tuple(param.shape)}, is not a parameter of the model.",
+                "an optimizer over parameters of that model.",
+                "its updates would reach nothing.",
+                "opt = torch.optim.SGD(model.parameters(), ...) with the model given here.",
+            )
+        )
+    return found
+
+
+def _parameter_names(fmodel: Any, count: int) -> list[str]:
+    if isinstance(fmodel, Patched):
+        names = {id(p): name for name, p in fmodel.named_parameters()}
+        present = fmodel.fast_params or []
+        if len(present) == count:
+            return [names.get(id(p), str(i)) for i, p in enumerate(present)]
+    return [str(i) for i in range(count)]
+
+
+def _moved(state: Any, device: Any) -> Any:
+    return _tree.map(
+        lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, dict(state)
+    )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _take(items: Any, count: int) -> list[Any]:
+    return [next(items) for _ in range(count)]
+
+
+def _named(family: Family) -> type[RuleOptimizer]:
+    doc = f"A differentiable ``torch.optim.{family.name}``; see :class:`RuleOptimizer`."
+    name = f"Differentiable{family.name}"
+    return type(name, (RuleOptimizer,), {"family": family, "__doc__": doc, "__module__": __name__})
+
+
+BY_CLASS: dict[type[torch.optim.Optimizer], type[DifferentiableOptimizer]] = {
+    kind: _named(family) for kind, family in optim.FAMILIES.items()
+}
+"""The differentiable optimizer of each ``torch.optim`` class; ``register_optim`` adds to it."""
+
+
+def class_for(kind: type[torch.optim.Optimizer]) -> type[DifferentiableOptimizer]:
+    """The differentiable class for an optimizer class, or for the one whose step it inherits."""
+    if kind in BY_CLASS:
+        return BY_CLASS[kind]
+    for base in kind.__mro__:
+        if base in BY_CLASS and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
+            return BY_CLASS[base]
+    return BY_CLASS[family_of(kind, optim.FAMILIES).torch_class]

@@ -1,0 +1,16 @@
+"""The two error classes. A message says: what you wrote, what is needed, why, what to write."""
+
+from __future__ import annotations
+
+
+class InnerLoopError(ValueError):
+    """Something was asked for that cannot be done as written."""
+
+
+class RequirementError(InnerLoopError):
+    """A requirement of the paper (section 2.4) does not hold: there is no meta-gradient."""
+
+
+def four_part(wrote: str, needed: str, why: str, write: str) -> str:
+    """Join the parts of a message: what you wrote, what is needed, why, what to write instead."""
+    return f"{wrote} Needed: {needed} Why: {why} Write: {write}"

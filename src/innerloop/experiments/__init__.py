@@ -1,0 +1,1 @@
+"""Experiments that run as commands: one file each."""

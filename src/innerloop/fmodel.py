@@ -1,0 +1,501 @@
+"""A patched model: a stand-in for a module whose weights move through time.
+
+What the user holds is a tree of *handles*. A handle reads like the module it stands for and always
+has the latest weights, also when somebody kept a reference to a submodule. A call goes to a
+*version*: a replica for the present weights that is never changed afterwards. Whatever a forward
+leaves behind to be run again during backward (activation checkpointing) therefore meets the weights
+of its own step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from innerloop._kernels import twice_differentiable
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.functional import Rebinder, Replicator, check, named_parameters, unwrapped
+
+_NODE = "_innerloop"
+
+
+class Core:
+    """The weights of one patched model: the present ones, their history, and the present version.
+
+    Handles own it; it refers to them weakly and to their dictionaries of weights strongly, so that
+    everything is freed as soon as the last handle and the last graph are.
+    """
+
+    def __init__(self, originals: Sequence[nn.Module], track: bool) -> None:
+        self.originals = originals
+        self.index = {id(module): i for i, module in enumerate(originals)}
+        self.track = track
+        self.weights: list[Tensor] | None = None
+        self.history: list[list[Tensor]] | None = None
+        self.moved = False
+        self.versions: dict[int, nn.Module] = {}
+        self.handles: list[weakref.ref[nn.Module]] = []
+        self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
+        self.special: dict[int, dict[str, Any]] = {}
+        self.param_index: dict[int, int] = {}
+        self.buffers: dict[int, Tensor] = {}
+
+    def show(self, weights: Sequence[Tensor]) -> None:
+        """Make these the present weights."""
+        weights = list(weights)
+        if len(weights) != len(self.places):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {len(weights)} weights to a model that has {len(self.places)}.",
+                    "one tensor for each parameter, in the order of model.parameters().",
+                    "they are matched by position.",
+                    "list(fmodel.parameters()) with some entries replaced.",
+                )
+            )
+        if self.weights is not None and all(
+            a is b for a, b in zip(self.weights, weights, strict=True)
+        ):
+            return
+        self.moved = self.moved or self.weights is not None
+        self.weights = weights
+        for places, weight in zip(self.places, weights, strict=True):
+            for owner, name in places:
+                owner[name] = weight
+        self.versions.clear()
+        for i in self.special:
+            handle = self.handles[i]()
+            if handle is not None:
+                self._rebind_special(i, vars(handle), self._handle_of)
+
+    def record(self, weights: Sequence[Tensor]) -> None:
+        """Make these the present weights, and a point in time."""
+        weights = list(weights)
+        self.show(weights)
+        if self.track and self.history is not None:
+            self.history.append(weights)
+        else:
+            self.history = [weights]
+
+    def version(self, handle: nn.Module) -> nn.Module:
+        """The replica of a handle for the present weights."""
+        node: Node = vars(handle)[_NODE]
+        version = self.versions.get(node.index)
+        if version is None:
+            if self.weights is None:
+                raise InnerLoopError(
+                    four_part(
+                        "You called a patched model that has no weights.",
+                        "weights for this call.",
+                        "it was made by make_functional, which gives it none of its own.",
+                        "fmodel(x, params=list_of_weights).",
+                    )
+                )
+            version = self._build(handle, node)
+        return version
+
+    def _build(self, handle: nn.Module, node: Node) -> nn.Module:
+        version = object.__new__(_version_class(type(handle)))
+        self.versions[node.index] = version
+        attributes = dict(vars(handle))
+        attributes[_NODE] = self.handles[node.index]
+        attributes["_parameters"] = dict(attributes["_parameters"])
+        attributes["_modules"] = {
+            name: self.version(child) if isinstance(child, Patched) else child
+            for name, child in attributes["_modules"].items()
+        }
+        object.__setattr__(version, "__dict__", attributes)
+        if node.index in self.special:
+            self._rebind_special(node.index, attributes, self._version_of)
+        return version
+
+    def _rebind_special(
+        self, i: int, attributes: dict[str, Any], module_of: Callable[[int], nn.Module | None]
+    ) -> None:
+        rebind = Rebinder(module_of, self._tensor_of)
+        for name, value in self.special[i].items():
+            attributes[name] = rebind(value)
+
+    def _handle_of(self, original: int) -> nn.Module | None:
+        return self.handles[self.index[original]]() if original in self.index else None
+
+    def _version_of(self, original: int) -> nn.Module | None:
+        handle = self._handle_of(original)
+        return None if handle is None else self.version(handle)
+
+    def _tensor_of(self, original: int) -> Tensor | None:
+        position = self.param_index.get(original)
+        if position is None or self.weights is None:
+            return self.buffers.get(original)
+        return self.weights[position]
+
+
+class Node:
+    """What a handle knows of itself: the core it belongs to and its number in the tree."""
+
+    def __init__(self, core: Core, index: int) -> None:
+        self.core = core
+        self.index = index
+
+
+class Patched(nn.Module):
+    """Mixed into the class of every handle. The names below are those of the paper's library."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the hooks for subclasses of the user's classes from running for a handle."""
+
+    @property
+    def fast_params(self) -> list[Tensor] | None:
+        """The present weights, one per parameter; ``None`` if the model has none of its own."""
+        return _core(self).weights
+
+    @fast_params.setter
+    def fast_params(self, value: Iterable[Tensor]) -> None:
+        _core(self).record(list(value))
+
+    @property
+    def init_fast_params(self) -> list[Tensor]:
+        """The weights the model started from."""
+        core = _core(self)
+        if not core.track or not core.history:
+            raise InnerLoopError(_no_history("init_fast_params"))
+        return core.history[0]
+
+    @property
+    def _fast_params(self) -> list[list[Tensor]] | None:
+        return _core(self).history
+
+    @_fast_params.setter
+    def _fast_params(self, value: list[list[Tensor]] | None) -> None:
+        core = _core(self)
+        core.history = value
+        if value and value[-1]:
+            core.show(value[-1])
+
+    @property
+    def track_higher_grads(self) -> bool:
+        """Whether updates stay in the graph and in the history."""
+        return _core(self).track
+
+    @track_higher_grads.setter
+    def track_higher_grads(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise InnerLoopError(
+                four_part(
+                    f"You set track_higher_grads to {value!r}.",
+                    "True or False.",
+                    "it is a switch.",
+                    "fmodel.track_higher_grads = False.",
+                )
+            )
+        _core(self).track = value
+
+    def update_params(self, params: Iterable[Tensor]) -> None:
+        """Make these the present weights and remember them as the next point in time."""
+        _core(self).record(list(params))
+
+    def parameters(self, recurse: bool = True, time: int | None = None) -> Iterator[Any]:
+        """The present weights, or those ``time`` updates after the start."""
+        core, index = _core(self), vars(self)[_NODE].index
+        if index != 0:
+            return super().parameters(recurse)
+        if time is None or time == -1:
+            if core.weights is None:
+                raise InnerLoopError(_no_history("parameters()"))
+            return iter(core.weights)
+        if not core.track and time != 0:
+            raise InnerLoopError(_no_history(f"parameters(time={time})"))
+        history = core.history or []
+        if not -len(history) <= time < len(history):
+            raise InnerLoopError(
+                four_part(
+                    f"You asked for parameters(time={time}).",
+                    f"a time from 0 to {len(history) - 1}.",
+                    f"the weights were updated {max(len(history) - 1, 0)} times.",
+                    "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
+                )
+            )
+        return iter(history[time])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, _core(self), None, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with the present weights, without hooks."""
+        return _run(self, _core(self), "forward", args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        node: Node | None = vars(self).get(_NODE)
+        if node is None:
+            super().__setattr__(name, value)
+            return
+        core = node.core
+        if isinstance(value, Tensor) and name in self._parameters:
+            position = _position(core, self._parameters, name)
+            if position is not None and core.weights is not None:
+                weights = list(core.weights)
+                weights[position] = value
+                core.record(weights)
+                return
+        core.versions.clear()
+        core.special.get(node.index, {}).pop(name, None)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _core(self).versions.clear()
+        super().__delattr__(name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of those weights that are leaves; the others have none."""
+        for weight in super().parameters():
+            if weight.is_leaf and weight.grad is not None:
+                weight.grad = None if set_to_none else torch.zeros_like(weight)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into new weights; those of earlier steps stay as they are."""
+        plain = as_module(self)
+        result = plain.load_state_dict(state_dict, strict=strict, assign=assign)
+        loaded = dict(named_parameters(plain))
+        core = _core(self)
+        weights = list(core.weights or [])
+        for name, weight in named_parameters(self):
+            position = next(i for i, w in enumerate(weights) if w is weight)
+            weights[position] = loaded[name].detach().requires_grad_(weight.requires_grad)
+        core.record(weights)
+        for ours, theirs in zip(self.modules(), plain.modules(), strict=True):
+            ours._buffers.update(theirs._buffers)
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        core = _core(self)
+        below = {id(weight) for weight in super().parameters(recurse)}
+        core.record([fn(w) if id(w) in below else w for w in core.weights or []])
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (as_module(self), _core(self).track)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _restored(as_module(self), _core(self).track)
+
+
+def _core(handle: nn.Module) -> Core:
+    return vars(handle)[_NODE].core
+
+
+def _no_history(what: str) -> str:
+    return four_part(
+        f"You asked for {what}.",
+        "a patched model that keeps its history.",
+        "track_higher_grads is False or the model has no weights yet, so only the latest remain.",
+        "monkeypatch(model, track_higher_grads=True).",
+    )
+
+
+def _position(core: Core, owner: dict[str, Tensor | None], name: str) -> int | None:
+    for i, places in enumerate(core.places):
+        if any(d is owner and n == name for d, n in places):
+            return i
+    return None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: Any) -> Any:
+    if "params" in kwargs and not _takes_params(type(handle), vars(handle).get("forward")):
+        params = kwargs.pop("params")
+        if params is not None:
+            core.show(list(params))
+    if core.moved and _in_backward():
+        raise InnerLoopError(
+            four_part(
+                "A patched model was called during a backward pass, after its weights had moved.",
+                "a recomputation that finds the weights of its own step.",
+                "torch.utils.checkpoint was given the patched model itself, which only knows the "
+                "latest weights.",
+                "torch.utils.checkpoint inside the model's forward, where this works.",
+            )
+        )
+    version = core.version(handle)
+    called = version if method is None else getattr(version, method)
+    if core.track:
+        with twice_differentiable:
+            result = called(*args, **kwargs)
+    else:
+        result = called(*args, **kwargs)
+    return handle if result is version else result
+
+
+@functools.cache
+def _class_takes_params(kind: type) -> bool:
+    return "params" in inspect.signature(_original(kind).forward).parameters
+
+
+def _takes_params(kind: type, own: Any) -> bool:
+    """Whether the model's forward has an argument of that name itself; then it is the model's."""
+    if own is None:
+        return _class_takes_params(kind)
+    return "params" in inspect.signature(own).parameters
+
+
+# Classes. One of each kind for every class of the user's, made once. ----------------------------
+
+
+def _original(kind: type) -> type[nn.Module]:
+    return getattr(kind, "_innerloop_original", kind)
+
+
+@functools.cache
+def _handle_class(kind: type[nn.Module]) -> type[nn.Module]:
+    namespace: dict[str, Any] = {"_innerloop_original": kind, "__module__": kind.__module__}
+    for base in reversed(kind.__mro__):
+        if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
+            continue
+        for name, member in vars(base).items():
+            if type(member) is types.FunctionType and not name.startswith("__"):
+                namespace[name] = _on_version(name, member)
+    for name in vars(Patched):
+        if not name.startswith("__"):
+            namespace.pop(name, None)
+    return types.new_class(kind.__name__, (Patched, kind), {}, lambda ns: ns.update(namespace))
+
+
+def _on_version(name: str, member: Any) -> Any:
+    @functools.wraps(member)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        core = _core(self)
+        if core.weights is None:
+            return member(self, *args, **kwargs)
+        version = core.version(self)
+        with twice_differentiable:
+            result = getattr(version, name)(*args, **kwargs)
+        return self if result is version else result
+
+    return method
+
+
+class Version(nn.Module):
+    """Mixed into the classes of a version: attributes its forward sets reach the handle."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """As in :class:`Patched`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in vars(self):
+            handle = vars(self)[_NODE]()
+            if handle is not None:
+                vars(handle)[name] = value
+                node: Node = vars(handle)[_NODE]
+                node.core.special.get(node.index, {}).pop(name, None)
+
+
+@functools.cache
+def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
+    original = _original(kind)
+    namespace = {"_innerloop_original": original, "__module__": original.__module__}
+    return types.new_class(
+        original.__name__, (Version, original), {}, lambda ns: ns.update(namespace)
+    )
+
+
+# Making one, and turning it back. ---------------------------------------------------------------
+
+
+def patched(
+    module: nn.Module,
+    weights: Sequence[Tensor] | None,
+    device: torch.device | str | None = None,
+    track: bool = True,
+) -> Any:
+    """Handles for a module tree, with these initial weights; ``None`` gives it none of its own."""
+    if isinstance(module, Patched):
+        raise InnerLoopError(
+            four_part(
+                "You patched a patched model.",
+                "a plain module.",
+                "a patched model already is a function of its weights.",
+                "monkeypatch(model), with the model it was made from.",
+            )
+        )
+    check(module)
+    root = unwrapped(module)
+    own = [parameter for _, parameter in named_parameters(root)]
+    originals = [unwrapped(m) for m in _modules(root)]
+    start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
+    buffers = {
+        id(b): b.detach().clone() if device is None else b.detach().clone().to(device)
+        for m in originals
+        for b in m._buffers.values()
+        if b is not None
+    }
+    replicator = Replicator(start, buffers)
+    handle = replicator.copy(root, _handle_class)
+    core = Core(originals, track)
+    core.buffers = buffers
+    core.param_index = {id(p): i for i, p in enumerate(own)}
+    core.places = [[] for _ in own]
+    for i, original in enumerate(originals):
+        copy = replicator.copies[id(original)]
+        vars(copy)[_NODE] = Node(core, i)
+        core.handles.append(weakref.ref(copy))
+        if id(original) in replicator.special:
+            core.special[i] = replicator.special[id(original)]
+        owner = vars(copy)["_parameters"]
+        for name, parameter in original._parameters.items():
+            if parameter is not None:
+                core.places[core.param_index[id(parameter)]].append((owner, name))
+    if weights is not None:
+        core.record(list(weights))
+    return handle
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    found: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        module = unwrapped(module)
+        if id(module) not in found:
+            found[id(module)] = module
+            for child in module._modules.values():
+                if child is not None:
+                    visit(child)
+
+    visit(root)
+    return list(found.values())
+
+
+def as_module(handle: nn.Module) -> nn.Module:
+    """An ordinary module of the original class with copies of the present weights and buffers."""
+    copies: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for module in _modules(handle):
+        for weight in module._parameters.values():
+            if weight is not None and id(weight) not in weights:
+                weights[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+    plain = Replicator(weights, copies).copy(handle, _original)
+    for module in _modules(plain):
+        vars(module).pop(_NODE, None)
+    return plain
+
+
+def _restored(module: nn.Module, track: bool) -> Any:
+    weights = [
+        p.detach().clone().requires_grad_(p.requires_grad) for _, p in named_parameters(module)
+    ]
+    return patched(module, weights, track=track)

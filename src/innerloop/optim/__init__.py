@@ -1,0 +1,38 @@
+"""Every optimizer of ``torch.optim`` as a pure rule, with every continuous setting differentiable.
+
+One file per family, always in the same order: state, update, family, builder.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from innerloop.optim._family import Family
+from innerloop.optim._from_torch import family_of, read
+from innerloop.optim._rule import Block as Block
+from innerloop.optim._rule import OptState as OptState
+from innerloop.optim._rule import Rule as Rule
+from innerloop.optim.adam import ADAM, ADAMW
+from innerloop.optim.adam import adam as adam
+from innerloop.optim.adam import adamw as adamw
+from innerloop.optim.sgd import SGD
+from innerloop.optim.sgd import sgd as sgd
+
+FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
+    family.torch_class: family for family in (SGD, ADAM, ADAMW)
+}
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of a ``torch.optim`` instance, with its groups and a copy of its current state.
+
+    Its parameters, group after group, are what the rule's functions expect. A tensor that sits in
+    the optimizer as a setting is kept, so a gradient reaches it.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> rule = from_torch(torch.optim.SGD([weight], lr=0.5))
+    >>> params, state = rule.update([weight], [weight], rule.init([weight]))
+    >>> params[0].detach()
+    tensor([0.5000, 1.0000])
+    """
+    return read(optimizer, family_of(type(optimizer), FAMILIES))

@@ -1,0 +1,89 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop._numerics import safe_sqrt
+from innerloop.optim._family import (
+    Family,
+    Packed,
+    Slots,
+    add_scaled,
+    ascent,
+    count,
+    decayed,
+    initially,
+    once_started,
+)
+from innerloop.optim._rule import Rule
+
+
+def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+    return {"step": count(), "sum": torch.zeros_like(params)}
+
+
+def _update(packed: Packed) -> tuple[Tensor, Slots]:
+    slots, e, h = packed.slots, packed.spread, packed.hyper
+    grads = decayed(packed, ascent(packed))
+    total = initially(packed, h["initial_accumulator_value"], "sum") + grads * grads
+    rate = h["lr"] / (1 + slots["step"] * h["lr_decay"])
+    scaled = grads / (safe_sqrt(total) + e(h["eps"]))
+    return add_scaled(packed.params, scaled, e(-rate)), {"step": slots["step"] + 1, "sum": total}
+
+
+ADAGRAD = Family(
+    torch_class=torch.optim.Adagrad,
+    settings={
+        "lr": 1,
+        "lr_decay": 1,
+        "weight_decay": 1,
+        "initial_accumulator_value": 1,
+        "eps": 1,
+    },
+    options={"maximize": False},
+    fresh=_fresh,
+    write=once_started,
+    update=_update,
+)
+
+
+def adagrad(
+    lr: Any = 1e-2,
+    lr_decay: Any = 0,
+    weight_decay: Any = 0,
+    initial_accumulator_value: Any = 0,
+    eps: Any = 1e-10,
+    *,
+    maximize: bool = False,
+) -> Rule:
+    r"""Adagrad (Duchi, Hazan and Singer, 2011).
+
+    With gradient :math:`g` at step :math:`t`, ``lr`` = α, ``lr_decay`` = η, ``weight_decay`` = λ,
+    ``initial_accumulator_value`` = τ and ``eps`` = ε::
+
+        g ← g + λ θ
+        s ← s + g²                   (s = τ before the first step)
+        θ ← θ - α / (1 + (t - 1) η) · g / (√s + ε)
+
+    Where a gradient has been exactly zero, √s has derivative 0, which is the limit.
+
+    >>> rule = adagrad(lr=0.1)
+    >>> params = [torch.tensor([1.0, 1.0])]
+    >>> params, state = rule.update(params, [torch.tensor([3.0, 0.0])], rule.init(params))
+    >>> params
+    [tensor([0.9000, 1.0000])]
+    """
+    group = {
+        "lr": lr,
+        "lr_decay": lr_decay,
+        "weight_decay": weight_decay,
+        "initial_accumulator_value": initial_accumulator_value,
+        "eps": eps,
+        "maximize": maximize,
+    }
+    return Rule(ADAGRAD, (group,))

@@ -1,0 +1,670 @@
+"""The defects of `higher` in patching a module, each shown right here."""
+
+import copy
+import functools
+import pickle
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import innerloop as il
+from problems import (
+    Net,
+    assert_exact_unroll,
+    flat,
+    regression,
+    relative_error,
+    sgd,
+    trained,
+    unrolled,
+)
+
+
+def weights_of(module, flat_list):
+    """The list that a patched model holds, by the module's names."""
+    return dict(zip(dict(module.named_parameters()), flat_list, strict=True))
+
+
+def fresh_weights(module):
+    return [torch.randn_like(p).requires_grad_() for p in module.parameters()]
+
+
+# B1: instance-level forward
+
+
+class Doubled(Net):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def by_partial(module):
+    def new_forward(module, *args, **kwargs):
+        return 2 * module._old_forward(*args, **kwargs)
+
+    module._old_forward = module.forward
+    module.forward = functools.partial(new_forward, module)
+
+
+def by_wrapped_partial(module):
+    by_partial(module)
+    module.forward = functools.update_wrapper(module.forward, module._old_forward)
+
+
+def by_bound_method(module):
+    module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
+
+
+def by_closure(module):
+    old_forward = module.forward
+    module.forward = lambda *args, **kwargs: 2 * old_forward(*args, **kwargs)
+
+
+INSTANCE_FORWARDS = [by_partial, by_wrapped_partial, by_bound_method, by_closure]
+
+
+def assert_same_meta_gradient(model, twin, loss):
+    """`model` behaves as `twin`, which does the same in ordinary torch."""
+    value, weights = unrolled(model, sgd, loss)
+    expected_value, expected_weights = trained(twin, sgd, loss)
+    assert relative_error(value, expected_value) < 1e-12
+    assert relative_error(weights, expected_weights) < 1e-12
+    grads = torch.autograd.grad(value, list(model.parameters()))
+    twin_grads = torch.autograd.grad(unrolled(twin, sgd, loss)[0], list(twin.parameters()))
+    assert relative_error(flat(grads), flat(twin_grads)) < 1e-12
+
+
+@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
+def test_b01_instance_level_forward_of_the_root(set_forward):
+    twin = Doubled()
+    model = Net()
+    model.load_state_dict(twin.state_dict())
+    set_forward(model)
+    loss = regression()
+    assert_exact_unroll(twin, loss)
+    assert_same_meta_gradient(model, twin, loss)
+
+
+@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
+def test_b01_instance_level_forward_of_a_submodule(set_forward):
+    twin = nn.Sequential(Doubled(), nn.Tanh())
+    model = nn.Sequential(Net(), nn.Tanh())
+    model.load_state_dict(twin.state_dict())
+    set_forward(model[0])
+    assert_same_meta_gradient(model, twin, regression())
+
+
+@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
+def test_b01_instance_level_forward_stays_on_the_original(set_forward):
+    model, x = Net(), torch.randn(4, 2)
+    expected = 2 * model(x)
+    set_forward(model)
+    fmodel = il.monkeypatch(model)
+    fmodel.update_params([torch.zeros_like(p) for p in model.parameters()])
+    assert torch.equal(fmodel(x), torch.zeros(4, 1))
+    assert torch.equal(model(x), expected)
+
+
+# B2: params= and fast_params= reach attributes of submodules
+
+
+class TiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+
+    def forward(self, tokens):
+        hidden = F.one_hot(tokens, 4).to(self.embed.weight) @ self.embed.weight
+        return F.linear(torch.tanh(hidden), self.embed.weight)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(2, 2)) for _ in range(2))
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(2))})
+
+    def forward(self, x):
+        for weight in self.layers:
+            x = torch.tanh(x @ weight + self.named["bias"])
+        return x
+
+
+READERS = [
+    pytest.param(TiedHead, lambda: torch.tensor([0, 1, 1, 3]), id="tied_head"),
+    pytest.param(SelfAttention, lambda: torch.randn(2, 3, 4), id="attention_out_proj"),
+    pytest.param(Listed, lambda: torch.randn(5, 2), id="parameter_list"),
+]
+
+
+@pytest.mark.parametrize(("make", "inputs"), READERS)
+def test_b02_params_keyword_reaches_submodule_attributes(make, inputs):
+    model, x = make(), inputs()
+    weights = fresh_weights(model)
+    output = il.monkeypatch(model)(x, params=weights)
+    expected = functional_call(model, weights_of(model, weights), (x,))
+    assert torch.equal(output, expected)
+    grads = torch.autograd.grad(output.square().sum(), weights)
+    assert (
+        relative_error(flat(grads), flat(torch.autograd.grad(expected.square().sum(), weights)))
+        < 1e-12
+    )
+
+
+@pytest.mark.parametrize(("make", "inputs"), READERS)
+@pytest.mark.parametrize("track", [True, False])
+def test_b02_fast_params_setter_reaches_submodule_attributes(make, inputs, track):
+    model, x = make(), inputs()
+    weights = fresh_weights(model)
+    fmodel = il.monkeypatch(model, track_higher_grads=track)
+    fmodel.fast_params = weights
+    assert torch.equal(fmodel(x), functional_call(model, weights_of(model, weights), (x,)))
+    assert all(a is b for a, b in zip(fmodel.fast_params, weights, strict=True))
+
+
+def test_b02_submodule_attributes_are_the_given_tensors():
+    model = Net()
+    fmodel = il.monkeypatch(model)
+    first, second = fresh_weights(model), fresh_weights(model)
+    fmodel(torch.randn(1, 2), params=first)
+    assert fmodel.first.weight is first[0] and fmodel.last.bias is first[3]
+    fmodel.fast_params = second
+    assert fmodel.first.weight is second[0] and fmodel.last.bias is second[3]
+
+
+# B3: direct submodule calls and other methods follow every step
+
+
+ENTRIES = {
+    "submodule": lambda model, x: model.last(torch.tanh(model.first(x))),
+    "method": lambda model, x: model.last(model.encode(x)),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_b03_other_entries_use_the_latest_weights(entry):
+    model, x = Net(), torch.randn(5, 2)
+    fmodel = il.monkeypatch(model)
+    for _ in range(3):
+        expected = functional_call(model, weights_of(model, fmodel.parameters()), (x,))
+        assert torch.equal(ENTRIES[entry](fmodel, x), expected)
+        fmodel.update_params(fresh_weights(model))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_b03_training_through_another_entry_is_exact(entry):
+    loss = regression()
+    assert_exact_unroll(Net(), lambda m: loss(lambda x: ENTRIES[entry](m, x)), steps=3)
+
+
+def test_b03_a_recurrent_submodule_called_directly():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRU(1, 2)
+
+        def forward(self, x):
+            return self.cell(x)[0]
+
+    x = torch.randn(3, 1, 1)
+    assert_exact_unroll(Wrapper(), lambda m: (m.cell(x)[0] - 1).square().mean(), steps=3)
+
+
+# B4: an exception in forward
+
+
+class Fragile(Net):
+    def encode(self, x):
+        hidden = super().encode(x)
+        if x.isnan().any():
+            raise RuntimeError("not a number")
+        return hidden
+
+
+def assert_consistent(fmodel, model, x):
+    weights = weights_of(model, fmodel.fast_params)
+    plain = Fragile()
+    plain.load_state_dict(weights)
+    assert torch.equal(fmodel(x), plain(x))
+    assert torch.equal(fmodel.first(x), plain.first(x))
+    assert torch.equal(fmodel.encode(x), plain.encode(x))
+    assert fmodel.first.weight is fmodel.fast_params[0]
+
+
+def test_b04_an_exception_in_forward_leaves_no_stale_weights():
+    model, x, bad = Fragile(), torch.randn(5, 2), torch.full((1, 2), torch.nan)
+    fmodel = il.monkeypatch(model)
+    with pytest.raises(RuntimeError, match="not a number"):
+        fmodel(bad)
+    fmodel.update_params(fresh_weights(model))
+    assert torch.equal(fmodel.first(x), F.linear(x, fmodel.fast_params[0], fmodel.fast_params[1]))
+    assert_consistent(fmodel, model, x)
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_b04_an_exception_under_params_leaves_one_set_of_weights(track):
+    model, x, bad = Fragile(), torch.randn(5, 2), torch.full((1, 2), torch.nan)
+    fmodel = il.monkeypatch(model, track_higher_grads=track)
+    with pytest.raises(RuntimeError, match="not a number"):
+        fmodel(bad, params=fresh_weights(model))
+    assert torch.equal(
+        fmodel.last(torch.ones(1, 3)),
+        F.linear(torch.ones(1, 3), fmodel.fast_params[2], fmodel.fast_params[3]),
+    )
+    assert_consistent(fmodel, model, x)
+
+
+def test_b04_training_goes_on_after_an_exception():
+    model, bad = Fragile(), torch.full((1, 2), torch.nan)
+    loss = regression()
+    with il.innerloop_ctx(model, sgd(model.parameters())) as (fmodel, diffopt):
+        with pytest.raises(RuntimeError, match="not a number"):
+            fmodel(bad)
+        for _ in range(3):
+            diffopt.step(loss(lambda x: fmodel.last(fmodel.encode(x))))
+    assert relative_error(flat(fmodel.parameters()), trained(model, sgd, loss, 3)[1]) < 1e-12
+
+
+# B5: switching track_higher_grads off midway
+
+
+def steps_with_a_switch(model, loss, before, after, switch):
+    with il.innerloop_ctx(model, sgd(model.parameters()), copy_initial_weights=False) as (
+        fmodel,
+        diffopt,
+    ):
+        for _ in range(before):
+            diffopt.step(loss(fmodel))
+        switch(fmodel, diffopt)
+        for _ in range(after):
+            diffopt.step(loss(fmodel))
+    return fmodel, diffopt
+
+
+def off(fmodel, diffopt):
+    fmodel.track_higher_grads = False
+    diffopt._track_higher_grads = False
+
+
+def off_in_the_model_only(fmodel, diffopt):
+    fmodel.track_higher_grads = False
+
+
+def off_in_the_optimizer_only(fmodel, diffopt):
+    diffopt._track_higher_grads = False
+
+
+@pytest.mark.parametrize("switch", [off, off_in_the_model_only, off_in_the_optimizer_only])
+@pytest.mark.parametrize("before", [0, 2])
+def test_b05_switching_tracking_off_loses_no_update(switch, before):
+    model, loss = Net(), regression()
+    fmodel, _ = steps_with_a_switch(model, loss, before, 3, switch)
+    expected_loss, expected_weights = trained(model, sgd, loss, before + 3)
+    assert relative_error(flat(fmodel.parameters()), expected_weights) < 1e-12
+    assert relative_error(flat(fmodel.fast_params), expected_weights) < 1e-12
+    assert relative_error(loss(fmodel), expected_loss) < 1e-12
+    assert torch.equal(fmodel.first.weight, fmodel.fast_params[0])
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_b05_after_switching_off_the_weights_are_leaves_that_require_grad(before):
+    fmodel, _ = steps_with_a_switch(Net(), regression(), before, 2, off)
+    assert all(p.is_leaf and p.requires_grad for p in fmodel.parameters())
+
+
+def test_b05_switching_on_again_tracks_from_there():
+    model, loss = Net(), regression()
+    fmodel, diffopt = steps_with_a_switch(model, loss, 1, 2, off)
+    middle = fmodel.fast_params
+    fmodel.track_higher_grads = True
+    diffopt._track_higher_grads = True
+    for _ in range(2):
+        diffopt.step(loss(fmodel))
+    grads = torch.autograd.grad(loss(fmodel), middle)
+
+    twin = Net()
+    twin.load_state_dict(weights_of(model, middle))
+    expected = torch.autograd.grad(unrolled(twin, sgd, loss)[0], list(twin.parameters()))
+    assert relative_error(flat(grads), flat(expected)) < 1e-12
+    assert relative_error(flat(fmodel.parameters()), trained(model, sgd, loss, 5)[1]) < 1e-12
+
+
+# B6: hooks
+
+
+def test_b06_forward_hook_is_kept():
+    model = Net()
+    model.first.register_forward_hook(lambda module, args, output: output * 3)
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_forward_pre_hook_is_kept():
+    model = Net()
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_hooks_with_keywords_are_kept():
+    class Scaled(Net):
+        def forward(self, x, *, scale=1.0):
+            return super().forward(x) * scale
+
+    model = Scaled()
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {"scale": 3.0}), with_kwargs=True
+    )
+    model.register_forward_hook(
+        lambda module, args, kwargs, output: output * kwargs["scale"], with_kwargs=True
+    )
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_a_hook_is_given_the_module_with_the_new_weights():
+    model = Net()
+    model.first.register_forward_hook(lambda module, args, output: output + module.weight.sum())
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_hook_based_weight_norm_has_exact_gradients():
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model.first)
+    assert {"first.weight_g", "first.weight_v"} <= dict(model.named_parameters()).keys()
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_hook_based_spectral_norm_has_exact_gradients_with_fixed_vectors():
+    model = Net()
+    nn.utils.spectral_norm(model.first)
+    model.eval()
+    assert_exact_unroll(model, regression())
+
+
+def test_b06_hook_based_spectral_norm_iterates_in_the_copy_only():
+    model, loss = Net(), regression()
+    nn.utils.spectral_norm(model.first)
+    kept = model.first.weight_u.clone()
+    value, weights = unrolled(model, sgd, loss, steps=3)
+    assert torch.equal(model.first.weight_u, kept)
+    grads = torch.autograd.grad(value, list(model.parameters()))
+
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    start, buffers = params, {name: b.clone() for name, b in model.named_buffers()}
+
+    def plain_loss(params):
+        return loss(lambda x: functional_call(model, {**params, **buffers}, (x,)))
+
+    for _ in range(3):
+        steps = torch.autograd.grad(plain_loss(params), params.values(), create_graph=True)
+        params = {n: p - 0.1 * g for (n, p), g in zip(params.items(), steps, strict=True)}
+    assert relative_error(weights, flat(params.values())) < 1e-12
+    expected = torch.autograd.grad(plain_loss(params), start.values())
+    assert relative_error(flat(grads), flat(expected)) < 1e-12
+
+
+# B7: a submodule used in two places
+
+
+class SharedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(2)
+        self.left = nn.Sequential(nn.Linear(2, 2), norm)
+        self.right = nn.Sequential(nn.Linear(2, 2), norm)
+
+    def forward(self, x):
+        return self.left(x).tanh() + self.right(x)
+
+
+def test_b07_a_shared_submodule_stays_one():
+    fmodel = il.monkeypatch(SharedNorm())
+    assert fmodel.left[1] is fmodel.right[1]
+    assert len(list(fmodel.parameters())) == 6
+
+
+def test_b07_statistics_of_a_shared_norm_are_those_of_plain_torch():
+    model, plain, x = SharedNorm(), SharedNorm(), torch.randn(6, 2)
+    plain.load_state_dict(model.state_dict())
+    fmodel = il.monkeypatch(model)
+    for _ in range(2):
+        fmodel(x)
+        plain(x)
+    for side in (fmodel.left, fmodel.right):
+        assert side[1].num_batches_tracked.item() == 4
+        assert torch.equal(side[1].running_mean, plain.left[1].running_mean)
+        assert torch.equal(side[1].running_var, plain.left[1].running_var)
+    assert model.left[1].num_batches_tracked.item() == 0
+    fmodel.eval()
+    plain.eval()
+    assert torch.equal(fmodel(x), plain(x))
+
+
+def test_b07_a_shared_norm_has_exact_meta_gradients():
+    x = torch.randn(6, 2)
+
+    def loss(model):
+        return (model.train()(x) - 1).square().mean() + model.eval()(x).square().mean()
+
+    assert_exact_unroll(SharedNorm(), loss)
+
+
+# B8: checkpoint inside the model
+
+
+class Checkpointed(Net):
+    def __init__(self, style):
+        super().__init__()
+        self.style = style
+
+    def body(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        match self.style:
+            case "none":
+                return self.body(x)
+            case "submodule":
+                hidden = torch.tanh(checkpoint(self.first, x, use_reentrant=False))
+                return checkpoint(self.last, hidden, use_reentrant=False)
+            case "bound_method":
+                return checkpoint(self.body, x, use_reentrant=False)
+            case "lambda":
+                return checkpoint(
+                    lambda t: self.last(torch.tanh(self.first(t))), x, use_reentrant=False
+                )
+            case "attributes":
+                return checkpoint(
+                    lambda t: (
+                        F.linear(t, self.first.weight).tanh().sum(1, keepdim=True) + self.last.bias
+                    ),
+                    x,
+                    use_reentrant=False,
+                )
+
+
+@pytest.mark.parametrize("style", ["submodule", "bound_method", "lambda"])
+def test_b08_checkpoint_recomputes_with_the_weights_of_its_own_step(style):
+    model, loss = Checkpointed(style), regression()
+
+    def meta_gradient():
+        value, _ = unrolled(model, sgd, loss, steps=4)
+        return flat(torch.autograd.grad(value, list(model.parameters())))
+
+    actual = meta_gradient()
+    model.style = "none"
+    assert relative_error(actual, meta_gradient()) < 1e-12
+
+
+def test_b08_checkpoint_over_attributes_of_submodules_is_exact():
+    assert_exact_unroll(Checkpointed("attributes"), regression(), steps=3)
+
+
+@pytest.mark.parametrize("style", ["submodule", "bound_method", "lambda"])
+def test_b08_checkpoint_recomputes_with_the_weights_given_as_params(style):
+    model, loss = Checkpointed(style), regression()
+    fmodel = il.monkeypatch(model)
+    first, second = fresh_weights(model), fresh_weights(model)
+    value = loss(functools.partial(fmodel, params=first))
+    loss(functools.partial(fmodel, params=second))
+    grads = torch.autograd.grad(value, first)
+    plain = loss(lambda x: functional_call(model, weights_of(model, first), (x,)))
+    assert relative_error(flat(grads), flat(torch.autograd.grad(plain, first))) < 1e-12
+
+
+# B9: assignment, Sequential roots, None, lazy, compiled, scripted, deepcopy, pickle
+
+
+def test_b09_assigning_a_weight_of_a_submodule():
+    model, loss, x = Net(), regression(), torch.randn(4, 2)
+    weight = torch.randn(3, 2, requires_grad=True)
+    with il.innerloop_ctx(model, sgd(model.parameters())) as (fmodel, diffopt):
+        fmodel.first.weight = weight
+        assert fmodel.fast_params[0] is weight
+        plain = weights_of(model, fmodel.fast_params)
+        assert torch.equal(fmodel(x), functional_call(model, plain, (x,)))
+        diffopt.step(loss(fmodel))
+        grad = torch.autograd.grad(loss(fmodel), weight)[0]
+
+    twin = Net()
+    twin.load_state_dict({**model.state_dict(), "first.weight": weight.detach()})
+    value, weights = unrolled(twin, sgd, loss, steps=1)
+    assert relative_error(flat(fmodel.parameters()), weights) < 1e-12
+    assert relative_error(grad, torch.autograd.grad(value, twin.first.weight)[0]) < 1e-12
+
+
+def test_b09_assigning_a_tied_weight_changes_all_its_places():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(2, 2, bias=False)
+            self.two = nn.Linear(2, 2, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    fmodel, x = il.monkeypatch(Tied()), torch.randn(3, 2)
+    weight = torch.randn(2, 2)
+    fmodel.two.weight = weight
+    assert torch.equal(fmodel(x), F.linear(F.linear(x, weight), weight))
+
+
+def test_b09_submodule_calls_under_a_sequential_root():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    loss = regression()
+    assert_exact_unroll(model, lambda m: loss(lambda x: m[2](m[1](m[0](x)))), steps=3)
+
+
+def test_b09_none_submodules():
+    class Optional(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_module("shortcut", None)
+            self.extra = nn.Linear(1, 1)
+            self.extra = None
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y if self.shortcut is None and self.extra is None else self.shortcut(y)
+
+    assert_exact_unroll(Optional(), regression())
+
+
+def test_b09_lazy_modules_after_their_first_call():
+    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.LazyLinear(1))
+    loss = regression()
+    loss(model)
+    assert_exact_unroll(model, loss)
+
+
+def test_b09_lazy_modules_before_their_first_call_are_refused():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 1))
+    with pytest.raises(il.InnerLoopError, match="(?i)lazy|uninitialized"):
+        il.monkeypatch(model)
+    loss = regression()
+    loss(model)
+    assert_exact_unroll(model, loss)
+
+
+@pytest.mark.parametrize("what", ["root", "submodule", "in_place"])
+def test_b09_compiled_modules(what):
+    loss = regression()
+    plain = Net()
+    model = copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the import of torch's compiler
+        if what == "root":
+            model = torch.compile(model)
+        elif what == "submodule":
+            model.first = torch.compile(model.first)
+        else:
+            model.compile()
+    value, weights = unrolled(model, sgd, loss)
+    expected_value, expected_weights = unrolled(plain, sgd, loss)
+    assert relative_error(weights, expected_weights) < 1e-12
+    grads = torch.autograd.grad(value, list(model.parameters()))
+    expected = torch.autograd.grad(expected_value, list(plain.parameters()))
+    assert relative_error(flat(grads), flat(expected)) < 1e-12
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, torch.jit.trace])
+@pytest.mark.parametrize("where", ["root", "submodule"])
+def test_b09_scripted_modules_are_refused(make, where):
+    model = Net()
+    arguments = () if make is torch.jit.script else (torch.randn(1, 2),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if where == "root":
+            model = make(model, *arguments)
+        else:
+            model.first = make(model.first, *arguments)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(il.InnerLoopError, match="(?i)script"):
+        il.monkeypatch(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+COPIES = [
+    pytest.param(copy.deepcopy, id="deepcopy"),
+    pytest.param(lambda fmodel: pickle.loads(pickle.dumps(fmodel)), id="pickle"),
+]
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_b09_deepcopy_and_pickle(duplicate, track, steps):
+    loss, x = regression(), torch.randn(4, 2)
+    model = nn.Sequential(Net(), nn.BatchNorm1d(1))
+    optimizer = sgd(model.parameters())
+    with il.innerloop_ctx(model, optimizer, track_higher_grads=track) as (fmodel, diffopt):
+        for _ in range(steps):
+            diffopt.step(loss(fmodel))
+    twin = duplicate(fmodel)
+    kept = [p.detach().clone() for p in fmodel.parameters()]
+    statistics = fmodel[1].running_mean.clone()
+    assert torch.equal(twin(x), fmodel.train()(x))
+    assert torch.equal(twin[0].first(x), fmodel[0].first(x))
+
+    twin.update_params([torch.zeros_like(p) for p in twin.parameters()])
+    assert torch.equal(twin[0](x), torch.zeros(4, 1))
+    assert all(torch.equal(p, q) for p, q in zip(fmodel.parameters(), kept, strict=True))
+    assert not torch.equal(fmodel[1].running_mean, statistics)
+    now = fmodel[1].running_mean.clone()
+    twin(x)
+    assert torch.equal(fmodel[1].running_mean, now)
