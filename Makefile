@@ -22,13 +22,13 @@ test: $(VENV)/dev.stamp ## lint, type check, tests and docs
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: ## time innerloop against higher (makes its own environment)
 	$(PYTHON) benchmarks/run.py
 
 docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(VENV)/dev.stamp ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

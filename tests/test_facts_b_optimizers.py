@@ -513,6 +513,17 @@ def test_b17_trainable_settings_give_exact_derivatives_and_go_back():
     assert group["amsgrad"] is False and group["maximize"] is False
 
 
+def test_b17_what_started_as_an_integer_goes_back_unrounded():
+    optimizer = torch.optim.SGD(Net().parameters(), lr=1, momentum=0)
+    override = il.get_trainable_opt_params(optimizer)
+    with torch.no_grad():
+        override["lr"][0].fill_(0.25)
+        override["momentum"][0].fill_(0.5)
+    il.apply_trainable_opt_params(optimizer, override)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
 def test_b17_create_diff_optim_with_group_dictionaries():
     model, loss = Net(), regression()
     fmodel = il.monkeypatch(model, copy_initial_weights=False)

@@ -114,7 +114,7 @@ def test_c_positional_device_and_test_mode(higher):
     assert relative_error(flat(fnet.parameters()), expected_weights) < 1e-12
     assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
     assert all(p.grad is None for p in net.parameters())
-    with pytest.raises(ValueError, match="(?i)track"):
+    with pytest.raises(ValueError, match=r"(?i)track"):
         fnet.parameters(time=2)
 
 
@@ -300,7 +300,7 @@ def test_c_non_forward_methods_on_the_patched_model(higher):
             diffopt.step(fnet.loss(x, y))
         features = fnet.encode(x)
         actual = torch.autograd.grad(fnet.loss(x, y), list(net.parameters()))
-    value, weights = trained(net, sgd, lambda m: m.loss(x, y), 3)
+    _, weights = trained(net, sgd, lambda m: m.loss(x, y), 3)
     assert relative_error(flat(fnet.parameters()), weights) < 1e-12
     fresh = Classifier()
     set_weights(fresh, weights)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
+from torch import Tensor, nn
 from torch.backends import cuda
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 class _MathAttention:
@@ -57,3 +62,38 @@ def recurrent_forward(module: torch.nn.RNNBase, *args: object, **kwargs: object)
     """The module's forward without cuDNN, whose recurrent kernels have no second derivative."""
     with torch.backends.cudnn.flags(enabled=False):
         return type(module).forward(module, *args, **kwargs)
+
+
+def normalized(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """``g * v / ||v||``, the norm over all dimensions but ``dim`` (over all for ``dim=-1``).
+
+    torch's own ``_weight_norm`` has a second derivative that is silently wrong on the CPU (2.13),
+    so it is composed here.
+    """
+    over = [d for d in range(v.dim()) if dim == -1 or d != dim % v.dim()]
+    return v * (g / torch.linalg.vector_norm(v, dim=over, keepdim=dim != -1))
+
+
+class ExactWeightNorm:
+    """The hook of ``torch.nn.utils.weight_norm`` with a right second derivative."""
+
+    def __init__(self, hook: WeightNorm) -> None:
+        self.name = hook.name
+        self.dim = hook.dim
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        v, g = getattr(module, f"{self.name}_v"), getattr(module, f"{self.name}_g")
+        setattr(module, self.name, normalized(v, g, self.dim))
+
+
+def exact_forward(module: nn.Module) -> Callable[..., object] | None:
+    """What to run instead of a forward whose second derivative torch lacks or gets wrong."""
+    if type(module) is _WeightNorm:
+        return functools.partial(_exact_weight, module.dim)
+    if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters()):
+        return functools.partial(recurrent_forward, module)
+    return None
+
+
+def _exact_weight(dim: int, g: Tensor, v: Tensor) -> Tensor:
+    return normalized(v, g, dim)

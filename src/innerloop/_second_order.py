@@ -10,7 +10,11 @@ from torch import Tensor
 from innerloop.errors import RequirementError, four_part
 
 _DEAD_ENDS = ("torch::autograd::NotImplemented", "torch::autograd::Error")
+# torch 2.13 gives these a second derivative, but a wrong one (found by gradgradcheck on the CPU).
+_WRONG = ("WeightNormInterfaceBackward0",)
 _REMEDIES = {
+    "WeightNorm": "v * (g / v.norm()) composed by hand, or torch.nn.utils.parametrizations."
+    "weight_norm, whose forward is replaced in the patched model.",
     "ScaledDotProduct": "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward.",
     "CudnnRnn": "torch.backends.cudnn.flags(enabled=False) around the forward.",
 }
@@ -25,7 +29,7 @@ def guard(loss: Tensor, grads: Sequence[Tensor | None], params: Sequence[Any], n
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
     forward = _nodes([loss.grad_fn], ends)
     for node in forward:
-        if _differentiable_once(node):
+        if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(node, params, names))
     found = False
     known = set(forward)
@@ -75,7 +79,7 @@ def _message(node: Any, params: Sequence[Any], names: Any) -> str:
     return four_part(
         f"The inner loss uses {op.removesuffix('0').removesuffix('Backward')}"
         + (f", in or after the module of {where!r}" if where else "")
-        + ", which can be differentiated only once.",
+        + ", whose second derivative torch does not have or gets wrong.",
         "operations with a second derivative (Requirement IIIb).",
         "the meta-gradient is the derivative of an inner gradient.",
         remedy

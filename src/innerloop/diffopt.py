@@ -21,6 +21,7 @@ from innerloop.optim._rule import OptState, Rule, step, unpacked, write_settings
 from innerloop.optim._settings import check_name, check_value, per_group
 
 GradCallback = Callable[[Any], Any]
+_SAME_AS = "_innerloop_same_as"
 Override = Mapping[str, Any]
 
 
@@ -132,7 +133,10 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
             for i, p in enumerate(positions):
                 new[p] = self._kept(group["params"][i], weights[p])
-                group["params"][i] = new[p]
+        if self._track_higher_grads:
+            new = [_renewed(n) if n is w else n for n, w in zip(new, weights, strict=True)]
+        for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+            group["params"] = [new[p] for p in positions]
         if self._fmodel is not None:
             self._fmodel.update_params(new)
         return new
@@ -247,17 +251,20 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         create = self._track_higher_grads and not self._first_order
         wanted = [p for positions in self._group_to_param_list for p in positions]
         wanted = [p for p in wanted if weights[p].requires_grad]
-        found: tuple[Tensor | None, ...] = ()
-        if wanted:
+        sources: list[Tensor] | None = [weights[p] for p in wanted]
+        while sources:
             with twice_differentiable if create else contextlib.nullcontext():
                 found = torch.autograd.grad(
                     loss,
-                    [weights[p] for p in wanted],
+                    sources,
                     create_graph=create,
                     retain_graph=retain_graph,
                     allow_unused=True,
                 )
-        if all(g is None for g in found):
+            if any(g is not None for g in found):
+                break
+            sources = self._before_last_step(loss, weights, sources)
+        if not sources:
             raise RequirementError(
                 four_part(
                     "The loss given to step does not depend on any parameter of the optimizer.",
@@ -273,6 +280,20 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         for p, grad in zip(wanted, found, strict=True):
             grads[p] = grad
         return tuple(grads)
+
+    def _before_last_step(
+        self, loss: Tensor, weights: list[Tensor], sources: list[Tensor]
+    ) -> list[Tensor] | None:
+        """The same parameters as a loss saw them that another optimizer has used for its step.
+
+        Only if the loss reaches no present weight at all: else it is newer than that step.
+        """
+        others = [w for w in weights if w.requires_grad]
+        reached = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
+        if any(g is not None for g in reached):
+            return None
+        earlier = [getattr(source, _SAME_AS, None) for source in sources]
+        return None if any(t is None for t in earlier) else earlier  # type: ignore[return-value]
 
     def _name_of(self, position: int) -> str:
         return self._names[position]
@@ -388,6 +409,19 @@ class RuleOptimizer(DifferentiableOptimizer):
         super().write_to(optimizer)
         write_state(self.family, optimizer, self._flat_state())
         write_settings(self.family, optimizer, self.param_groups)
+
+
+def _renewed(weight: Tensor) -> Tensor:
+    """The same weight as a new point of the graph, for one that this step has not moved.
+
+    Other weights now depend on it through this step. The next inner gradient is the *partial*
+    derivative by the present weights, so it must not follow that path.
+    """
+    if not weight.requires_grad:
+        return weight
+    same = weight.view_as(weight)
+    setattr(same, _SAME_AS, weight)
+    return same
 
 
 def _read(family: Family, slots: Mapping[str, Any]) -> dict[str, Any]:

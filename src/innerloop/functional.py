@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._kernels import recurrent_forward, twice_differentiable
+from innerloop._kernels import ExactWeightNorm, exact_forward, twice_differentiable
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -249,7 +250,7 @@ class Replicator:
         for name in _HOOKS:
             hooks = attributes[name]
             attributes[name] = (
-                OrderedDict((key, rebind(hook)) for key, hook in hooks.items())
+                OrderedDict((key, _exact(rebind(hook))) for key, hook in hooks.items())
                 if hooks
                 else OrderedDict()
             )
@@ -261,13 +262,14 @@ class Replicator:
             attributes[name] = rebind(value)
             if rebind.special:
                 self.special.setdefault(id(source), {})[name] = value
-        if isinstance(source, nn.RNNBase) and "forward" not in attributes and _on_cuda(attributes):
-            attributes["forward"] = functools.partial(recurrent_forward, target)
         object.__setattr__(target, "__dict__", attributes)
+        replaced = exact_forward(target) if "forward" not in attributes else None
+        if replaced is not None:
+            attributes["forward"] = replaced
 
 
-def _on_cuda(attributes: Mapping[str, Any]) -> bool:
-    return any(t is not None and t.is_cuda for t in attributes["_parameters"].values())
+def _exact(hook: Any) -> Any:
+    return ExactWeightNorm(hook) if type(hook) is WeightNorm else hook
 
 
 class Rebinder:

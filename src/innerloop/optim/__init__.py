@@ -12,14 +12,52 @@ from innerloop.optim._from_torch import family_of, read
 from innerloop.optim._rule import Block as Block
 from innerloop.optim._rule import OptState as OptState
 from innerloop.optim._rule import Rule as Rule
+from innerloop.optim.adadelta import ADADELTA
+from innerloop.optim.adadelta import adadelta as adadelta
+from innerloop.optim.adafactor import ADAFACTOR
+from innerloop.optim.adafactor import adafactor as adafactor
+from innerloop.optim.adagrad import ADAGRAD
+from innerloop.optim.adagrad import adagrad as adagrad
 from innerloop.optim.adam import ADAM, ADAMW
 from innerloop.optim.adam import adam as adam
 from innerloop.optim.adam import adamw as adamw
+from innerloop.optim.adamax import ADAMAX
+from innerloop.optim.adamax import adamax as adamax
+from innerloop.optim.asgd import ASGD
+from innerloop.optim.asgd import asgd as asgd
+from innerloop.optim.lbfgs import LBFGS
+from innerloop.optim.lbfgs import lbfgs as lbfgs
+from innerloop.optim.muon import MUON
+from innerloop.optim.muon import muon as muon
+from innerloop.optim.nadam import NADAM
+from innerloop.optim.nadam import nadam as nadam
+from innerloop.optim.radam import RADAM
+from innerloop.optim.radam import radam as radam
+from innerloop.optim.rmsprop import RMSPROP
+from innerloop.optim.rmsprop import rmsprop as rmsprop
+from innerloop.optim.rprop import RPROP
+from innerloop.optim.rprop import rprop as rprop
 from innerloop.optim.sgd import SGD
 from innerloop.optim.sgd import sgd as sgd
 
 FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
-    family.torch_class: family for family in (SGD, ADAM, ADAMW)
+    family.torch_class: family
+    for family in (
+        SGD,
+        ADAM,
+        ADAMW,
+        ADAMAX,
+        NADAM,
+        RADAM,
+        ADAGRAD,
+        ADADELTA,
+        RMSPROP,
+        RPROP,
+        ASGD,
+        ADAFACTOR,
+        MUON,
+        LBFGS,
+    )
 }
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from innerloop.errors import InnerLoopError, four_part
+
 Value = float | Tensor
 Slots = dict[str, Any]
 
@@ -127,11 +129,34 @@ def root_of(correction: Value) -> Value:
     return correction.sqrt() if isinstance(correction, Tensor) else correction**0.5
 
 
+def whole(packed: Packed, name: str) -> Any:
+    """A setting that acts on a parameter as a whole, refused where it is given per element."""
+    value = packed.hyper[name]
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, Tensor) and part.dim() > 0:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {name!r} a value for each element of a parameter.",
+                    "one value for each parameter or group.",
+                    f"{name!r} acts on a parameter as a whole.",
+                    f"{{{name!r}: [torch.tensor(...)]}} with one value.",
+                )
+            )
+    return value
+
+
 def larger(tensor: Tensor, bound: Value) -> Tensor:
     """The elementwise maximum, where the bound may be a number."""
     if isinstance(bound, Tensor):
         return torch.maximum(tensor, bound)
     return torch.clamp(tensor, min=bound)
+
+
+def smaller(tensor: Tensor, bound: Value) -> Tensor:
+    """The elementwise minimum, where the bound may be a number."""
+    if isinstance(bound, Tensor):
+        return torch.minimum(tensor, bound)
+    return torch.clamp(tensor, max=bound)
 
 
 def add_scaled(base: Tensor, other: Tensor, scale: Value) -> Tensor:

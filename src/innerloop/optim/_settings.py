@@ -65,11 +65,17 @@ def per_group(name: str, given: Any, groups: int, arity: int = 1) -> list[Any]:
         if groups == 1 and given.shape[0] != 1:
             return [given]
         given = list(given.unbind())
+    if isinstance(given, torch.nn.ParameterList) or _tuple_over_groups(given, arity):
+        given = list(given)
     if not isinstance(given, list):
         return [given] * groups
     if len(given) not in (1, groups):
         raise InnerLoopError(wrong_count(name, len(given), groups, arity))
     return given * groups if len(given) == 1 else given
+
+
+def _tuple_over_groups(given: Any, arity: int) -> bool:
+    return isinstance(given, tuple) and (arity == 1 or isinstance(given[0], list | tuple))
 
 
 def wrong_count(name: str, found: int, groups: int, arity: int) -> str:

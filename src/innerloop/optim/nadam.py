@@ -13,7 +13,6 @@ from innerloop.optim._family import (
     Family,
     Packed,
     Slots,
-    add_scaled,
     ascent,
     average,
     count,

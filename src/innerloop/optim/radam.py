@@ -43,7 +43,7 @@ def _rectification(beta2: Value, step: Tensor) -> tuple[Tensor, Tensor]:
     length = limit - 2 * step * power / (1 - power)
     tractable = length > 5
     length = torch.where(tractable, length, 6.0)
-    limit = torch.where(tractable, limit, 6.0)
+    limit = torch.where(tractable, limit * torch.ones_like(length), 6.0)
     squared = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
     return tractable, (squared * (1 - power)).sqrt()
 

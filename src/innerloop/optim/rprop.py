@@ -12,12 +12,12 @@ from innerloop.optim._family import (
     Family,
     Packed,
     Slots,
-    Value,
     ascent,
     count,
     initially,
     larger,
     once_started,
+    smaller,
 )
 from innerloop.optim._rule import Rule
 
@@ -30,10 +30,6 @@ def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
     }
 
 
-def _within(sizes: Tensor, least: Value, most: Value) -> Tensor:
-    return -larger(-larger(sizes, least), -most)
-
-
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     shrink, grow = (e(eta) for eta in h["etas"])
@@ -42,8 +38,10 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     grads = ascent(packed).detach()
     agreement = grads * slots["prev"]
     turned = agreement < 0
-    factor = torch.where(agreement > 0, grow, torch.where(turned, shrink, 1.0))
-    sizes = _within(initially(packed, h["lr"], "step_size") * factor, least, most)
+    factor = torch.where(agreement > 0, grow, torch.ones_like(grads))
+    factor = torch.where(turned, shrink, factor)
+    sizes = initially(packed, h["lr"], "step_size") * factor
+    sizes = smaller(larger(sizes, least), most)
     grads = torch.where(turned, 0.0, grads)
     new = {"step": slots["step"] + 1, "prev": grads, "step_size": sizes}
     return packed.params - grads.sign() * sizes, new

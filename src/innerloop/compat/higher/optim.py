@@ -26,15 +26,15 @@ _OverrideType = dict[str, list[Any]]
 _GradCallbackType = Callable[[list[Tensor]], list[Tensor]]
 _OptMappingType = dict[type[torch.optim.Optimizer], type[DifferentiableOptimizer]]
 
-DifferentiableSGD = _opt_mapping.get(torch.optim.SGD)
-DifferentiableAdam = _opt_mapping.get(torch.optim.Adam)
-DifferentiableAdamW = _opt_mapping.get(torch.optim.AdamW)
-DifferentiableAdadelta = _opt_mapping.get(torch.optim.Adadelta)
-DifferentiableAdagrad = _opt_mapping.get(torch.optim.Adagrad)
-DifferentiableAdamax = _opt_mapping.get(torch.optim.Adamax)
-DifferentiableASGD = _opt_mapping.get(torch.optim.ASGD)
-DifferentiableRMSprop = _opt_mapping.get(torch.optim.RMSprop)
-DifferentiableRprop = _opt_mapping.get(torch.optim.Rprop)
+DifferentiableSGD = _opt_mapping[torch.optim.SGD]
+DifferentiableAdam = _opt_mapping[torch.optim.Adam]
+DifferentiableAdamW = _opt_mapping[torch.optim.AdamW]
+DifferentiableAdadelta = _opt_mapping[torch.optim.Adadelta]
+DifferentiableAdagrad = _opt_mapping[torch.optim.Adagrad]
+DifferentiableAdamax = _opt_mapping[torch.optim.Adamax]
+DifferentiableASGD = _opt_mapping[torch.optim.ASGD]
+DifferentiableRMSprop = _opt_mapping[torch.optim.RMSprop]
+DifferentiableRprop = _opt_mapping[torch.optim.Rprop]
 
 
 def _get_mask_closure(mask: Tensor) -> _GradClosureType:
