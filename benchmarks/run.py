@@ -130,6 +130,7 @@ def main() -> None:
     if not all(map(importlib.util.find_spec, _NEEDED)):
         _rerun_where_peers_are()
     warnings.filterwarnings("ignore", module="higher")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
     import report

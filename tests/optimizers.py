@@ -1,4 +1,4 @@
-"""The table of optimizers: every class of `torch.optim`, with every option that changes its rule."""
+"""The table of optimizers: every class of `torch.optim` with every option of its rule."""
 
 from typing import Any, NamedTuple
 
@@ -99,16 +99,16 @@ ROWS = [
     _row(optim.Adafactor, lr=0.1, eps=(1e-8, 1e-3), weight_decay=0.1),
     _row(optim.Adafactor, lr=0.1, beta2_decay=-0.5, eps=(0.7, 2.0), d=1.3),
     _row(optim.Adafactor, lr=0.8, eps=(1e-8, 0.3), weight_decay=0.05),
-    _row(optim.Adafactor, lr=0.1, beta2_decay=0.0, maximize=True),
+    _row(optim.Adafactor, lr=0.1, beta2_decay=0.0, d=1.3, maximize=True),
     _row(optim.Muon, lr=0.05),
     _row(optim.Muon, lr=0.05, nesterov=False, momentum=0.8, weight_decay=0.3),
     _row(optim.Muon, lr=0.05, momentum=0.0, weight_decay=0.0, adjust_lr_fn="original"),
     _row(optim.Muon, lr=0.05, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=3, eps=4.0),
     _row(optim.Muon, lr=0.05, adjust_lr_fn="match_rms_adamw"),
-    _row(optim.LBFGS, lr=0.3, max_iter=1),
-    _row(optim.LBFGS, lr=0.3, max_iter=4),
-    _row(optim.LBFGS, lr=0.5, max_iter=6, max_eval=3, history_size=2),
-    _row(optim.LBFGS, lr=0.5, max_iter=3, tolerance_grad=0.5, tolerance_change=1e-5),
+    _row(optim.LBFGS, lr=0.1, max_iter=1),
+    _row(optim.LBFGS, lr=0.05, max_iter=3),
+    _row(optim.LBFGS, lr=0.1, max_iter=6, max_eval=2, history_size=2),
+    _row(optim.LBFGS, lr=0.2, max_iter=3, tolerance_grad=0.5, tolerance_change=1e-5),
 ]
 """Every class, with every option and settings that make each of its terms act."""
 
@@ -167,15 +167,11 @@ def second_group(row: Row, defaults: dict[str, Any]) -> dict[str, Any]:
 def _scaled(value: Any, factor: Any) -> Any:
     if isinstance(value, tuple):
         factors = factor if isinstance(factor, tuple) else (factor,) * len(value)
-        return tuple(
-            None if v is None else v * f for v, f in zip(value, factors, strict=True)
-        )
+        return tuple(None if v is None else v * f for v, f in zip(value, factors, strict=True))
     return value * factor
 
 
-def build(
-    row: Row, params: list[torch.Tensor], split: int, **extra: Any
-) -> optim.Optimizer:
+def build(row: Row, params: list[torch.Tensor], split: int, **extra: Any) -> optim.Optimizer:
     """The row's optimizer: the first `split` parameters in one group, the rest in another."""
     if row.one_group:
         return row.kind(params, **row.settings, **extra)

@@ -96,6 +96,68 @@ def test_c_copied_initial_weights_get_no_gradient_at_the_model(higher):
     assert relative_error(flat(grads), flat(expected)) < 1e-12
 
 
+def test_c_per_task_maml_with_batch_norm(higher):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=1.0), nn.ReLU(), nn.Linear(3, 1)
+            )
+
+        def forward(self, x):
+            return self.layers(x)
+
+    net, support, query = Block().train(), regression(), regression()
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    for _ in range(2):
+        with higher.innerloop_ctx(net, sgd(net.parameters()), copy_initial_weights=False) as (
+            fnet,
+            diffopt,
+        ):
+            for _ in range(3):
+                diffopt.step(support(fnet))
+            query(fnet).backward()
+            assert fnet.layers[1].num_batches_tracked.item() == 4
+    assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
+    actual = flat(p.grad for p in net.parameters())
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    _, adapted = sgd_by_hand(twin, [support] * 3, [0.1] * 3)
+    expected = torch.autograd.grad(2 * query(adapted), list(twin.parameters()))
+    assert relative_error(actual, flat(expected)) < 1e-12
+
+
+def test_c_step_returns_the_new_parameters(higher):
+    net, loss = Net(), regression()
+    with higher.innerloop_ctx(net, sgd(net.parameters())) as (fnet, diffopt):
+        new = diffopt.step(loss(fnet))
+        assert all(a is b for a, b in zip(new, fnet.fast_params, strict=True))
+    assert relative_error(flat(new), trained(net, sgd, loss, 1)[1]) < 1e-12
+
+
+def test_c_weights_of_examples_through_a_copy_of_the_model(higher):
+    net, query = Net(), regression()
+    x, y = torch.randn(6, 2), torch.randn(6, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    with higher.innerloop_ctx(net, opt) as (meta_net, meta_opt):
+        weights = torch.zeros(6, requires_grad=True)
+        meta_opt.step((weights * (meta_net(x) - y).square().squeeze(1)).sum())
+        actual = torch.autograd.grad(query(meta_net), weights)[0]
+
+    def outcome(weights):
+        def weighted(model):
+            return (weights * (model(x) - y).square().squeeze(1)).sum()
+
+        plain = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+        weighted(plain).backward()
+        optimizer.step()
+        return query(plain)
+
+    assert relative_error(actual, central_difference(outcome, torch.zeros(6))) < 1e-6
+    assert all(p.grad is None for p in net.parameters())
+
+
 # positional device and test mode
 
 
@@ -560,6 +622,23 @@ def test_c_grad_callback_that_clips(higher, moment):
     actual = torch.autograd.grad(flat(fnet.parameters()).square().sum(), targets)
     expected = torch.autograd.grad(flat(params).square().sum(), targets)
     assert relative_error(flat(actual), flat(expected)) < 1e-12
+
+
+def test_c_grad_callback_sees_all_parameters_of_the_model(higher):
+    net, loss = Net(), regression()
+    seen = []
+
+    def halved(grads):
+        seen.append(grads)
+        return [g / 2 for g in grads]
+
+    with higher.innerloop_ctx(net, sgd(net.last.parameters())) as (fnet, diffopt):
+        diffopt.step(loss(fnet), grad_callback=halved)
+    expected = torch.autograd.grad(loss(net), list(net.parameters()))
+    assert relative_error(flat(seen[0]), flat(expected)) < 1e-12
+    assert torch.equal(fnet.first.weight, net.first.weight)
+    moved = net.last.weight - 0.05 * expected[2]
+    assert relative_error(fnet.last.weight, moved) < 1e-12
 
 
 def test_c_grad_callback_of_the_step_wins(higher):

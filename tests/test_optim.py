@@ -2,22 +2,23 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from optimizers import FLAGS, ROWS, Row, build
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, optim
 from innerloop.optim._rule import unpacked
+from optimizers import FLAGS, ROWS, Row, build
 
 EXACT = 1e-12
 """Relative distance to torch's trajectory: some hundred roundings in float64, over 20 steps."""
+
+ROUNDING = 1e-10
+"""What a difference may show where the derivative is 0: the loss's rounding over the width."""
 
 WARM_STEPS = 5
 FROZEN, IDLE = 2, 3
@@ -85,9 +86,9 @@ def problem(row: Row, dtypes: list[torch.dtype] | None = None) -> Problem:
 
     def draw(low: float, high: float) -> list[Tensor]:
         return [
-            _real(torch.zeros(shape, dtype=dtype)).new_empty(
-                _real(torch.zeros(shape, dtype=dtype)).shape, dtype=torch.float64
-            ).uniform_(low, high, generator=random)
+            _real(torch.zeros(shape, dtype=dtype))
+            .new_empty(_real(torch.zeros(shape, dtype=dtype)).shape, dtype=torch.float64)
+            .uniform_(low, high, generator=random)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
 
@@ -145,7 +146,8 @@ def rule_steps(
 
 def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
     """The largest distance over the largest value."""
-    gap = max((a.detach() - b.detach()).abs().max().item() for a, b in zip(actual, expected))
+    gaps = [(a.detach() - b.detach()).abs() for a, b in zip(actual, expected, strict=True)]
+    gap = max(g.max().item() for g in gaps)
     return gap / max(b.detach().abs().max().item() for b in expected)
 
 
@@ -206,9 +208,7 @@ MUON = [row for row in ROWS if row.matrices_only]
 
 @pytest.mark.parametrize("row", MUON, ids=[row.name for row in MUON])
 @fresh_or_warm
-def test_trajectory_of_muon_in_float64(
-    row: Row, warm: bool, smooth_muon: dict[str, Any]
-) -> None:
+def test_trajectory_of_muon_in_float64(row: Row, warm: bool, smooth_muon: dict[str, Any]) -> None:
     check_trajectory(row, warm, **smooth_muon)
 
 
@@ -292,34 +292,56 @@ class Unrolled:
         return torch.autograd.grad(self(point), point)[0]
 
     def widths(self) -> Tensor:
-        """The step of the difference for each coordinate: small against what it varies over."""
+        """A first step of the difference for each coordinate; smaller ones are tried as well."""
         widths = [1e-3] * self.weights
         for name, _, _, value in self.settings:
             if name in ("betas", "rho", "alpha") and value < 1:
-                widths.append(1e-2 * (1 - value))
-            elif name in ("eps", "step_sizes") and self._scales_with(name, value):
-                widths.append(3e-3 * value)
+                widths.append(0.2 * (1 - value))
+            elif name in ("eps", "step_sizes") and self._scales_with(value):
+                widths.append(1e-2 * value)
             else:
-                widths.append(1e-4 * max(1.0, abs(value)))
+                widths.append(1e-3 * max(1.0, abs(value)))
         return torch.tensor(widths)
 
-    def _scales_with(self, name: str, value: float) -> bool:
+    def _scales_with(self, value: float) -> bool:
         """Whether the setting is compared with, or added to, something of its own size."""
         kind = self.rule.family.torch_class
-        return value > 0 and kind in (torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Rprop)
+        relative = (torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Rprop)
+        return value > 0 and kind in relative
 
     def differences(self) -> Tensor:
-        """Central differences of fourth order along every coordinate, all in one batch."""
-        point, widths = self.point, self.widths()
-        shifts = torch.diag(widths)
-        points = torch.cat([point + k * shifts for k in (1, -1, 2, -2)])
+        """Differences along every coordinate.
+
+        Of several widths the one that agrees best with the next decides, coordinate by coordinate
+        (Ridders, 1982), so that a kink nearby, or a small scale, is not stepped over.
+        """
+        tried = 2 if self.rule.family.layout == "whole" else 5
+        found = self._fourth_order(torch.stack([self.widths() / 4**k for k in range(tried)]))
+        best = (found[1:] - found[:-1]).abs().argmin(0, keepdim=True) + 1
+        return found.gather(0, best)[0]
+
+    def _fourth_order(self, widths: Tensor) -> Tensor:
+        """Central differences for each row of widths `[rows, coordinates]`, in one batch."""
+        central = torch.tensor([1.0, -1.0, 2.0, -2.0]), torch.tensor([8.0, -8.0, -1.0, 1.0]) / 12
+        forward = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([-11.0, 18.0, -9.0, 2.0]) / 6
+        one_sided = torch.tensor([False] * self.weights + [self._at_edge(s) for s in self.settings])
+        places, factors = (
+            torch.where(one_sided, f[:, None], c[:, None])
+            for f, c in zip(forward, central, strict=True)
+        )
+        shifts = torch.diag_embed(places * widths[:, None])
+        values = self._at((self.point + shifts).flatten(0, 2)).view(shifts.shape[:3])
+        return (factors * values).sum(1) / widths
+
+    def _at_edge(self, setting: tuple[Any, ...]) -> bool:
+        """Adafactor's d is at least 1, and at 1 the first update of a vector has a kink."""
+        return self.rule.family.torch_class is torch.optim.Adafactor and setting[::3] == ("d", 1.0)
+
+    def _at(self, points: Tensor) -> Tensor:
         if self.rule.family.layout == "whole":
-            values = torch.stack([self(p) for p in points]).detach()
-        else:
-            batched = _Batched(*self.given)
-            values = torch.func.vmap(lambda p: self(p, batched))(points)
-        plus, minus, plus2, minus2 = values.chunk(4)
-        return (8 * (plus - minus) - (plus2 - minus2)) / (12 * widths)
+            return torch.stack([self(p) for p in points]).detach()
+        batched = _Batched(*self.given)
+        return torch.func.vmap(lambda p: self(p, batched))(points)
 
 
 class _Batched(Problem):
@@ -337,19 +359,13 @@ class _Batched(Problem):
 
 
 def check_derivatives(unrolled: Unrolled) -> None:
-    actual, expected = unrolled.gradient(), unrolled.differences()
-    # Rounding of the loss over the width of the difference: what a derivative of 0 may look like.
-    noise = 1e-15 * unrolled(unrolled.point).abs() / unrolled.widths() + 1e-12
-    error = ((actual - expected).abs() - 10 * noise).clamp(min=0) / expected.abs()
+    actual, expected = unrolled.gradient().tolist(), unrolled.differences().tolist()
     wrong = {
-        name: (a.item(), e.item())
-        for name, a, e, bad in zip(
-            unrolled.names, actual, expected, error.nan_to_num(0) > 1e-6, strict=True
-        )
-        if bad
+        name: (a, e)
+        for name, a, e in zip(unrolled.names, actual, expected, strict=True)
+        if not abs(a - e) <= 1e-6 * abs(e) + ROUNDING
     }
     assert not wrong
-    assert actual.isfinite().all()
 
 
 @each_row
@@ -358,3 +374,588 @@ def test_derivatives_are_finite_differences(
     row: Row, warm: bool, smooth_muon: dict[str, Any]
 ) -> None:
     check_derivatives(Unrolled(row, warm, **(smooth_muon if row.matrices_only else {})))
+
+
+def test_derivative_of_muon_in_bfloat16_is_that_of_its_iteration_in_float64() -> None:
+    row = MUON[0]
+    slopes = []
+    for extra in ({}, {"ns_dtype": torch.float64}):
+        unrolled = Unrolled(row, warm=False, **extra)
+        point = unrolled.point.requires_grad_()
+        params, hyper = unrolled.parts(point)
+        new, _ = rule_steps(unrolled.rule, params, unrolled.given, range(1), hyper)
+        total = sum((mix * p).sum() for mix, p in zip(unrolled.given.mix, new, strict=True))
+        slopes.append(torch.autograd.grad(total, point)[0])
+        if not extra:
+            rounded = detached(new)
+    rates = torch.tensor(["lr" in name for name in unrolled.names])
+    # The rate multiplies the iteration's value, so its slope is that of the rounded one.
+    assert torch.allclose(slopes[0][~rates], slopes[1][~rates], rtol=1e-13, atol=1e-13)
+    assert not torch.equal(slopes[0][rates], slopes[1][rates])
+    assert not torch.equal(rounded[0], new[0])
+
+
+def dead(given: Problem) -> Problem:
+    """The problem with one coordinate of each parameter, and one whole parameter, unused."""
+    weight, mix = ([t.clone() for t in tensors] for tensors in (given.weight, given.mix))
+    for tensors in (weight, mix):
+        for tensor in tensors:
+            tensor.view(-1)[0] = 0
+        tensors[-1].zero_()
+    return given._replace(weight=weight, mix=mix)
+
+
+@each_row
+@fresh_or_warm
+def test_derivatives_are_finite_where_a_gradient_is_zero(row: Row, warm: bool) -> None:
+    unrolled = Unrolled(row, warm, dead(problem(row)))
+    gradient = unrolled.gradient()
+    assert gradient.isfinite().all()
+    assert gradient[: unrolled.weights].count_nonzero() > 0
+
+
+LEARNING_RATES = [row for row in ROWS if row.settings == {"lr": row.settings["lr"]}]
+
+
+@pytest.mark.parametrize("row", LEARNING_RATES, ids=[row.name for row in LEARNING_RATES])
+def test_a_tensor_in_the_optimizers_groups_gets_its_gradient(row: Row) -> None:
+    given = problem(row)
+    slopes = []
+    for inside in (True, False):
+        lr = torch.tensor(row.settings["lr"], requires_grad=True)
+        params = [nn.Parameter(p.clone(), i != FROZEN) for i, p in enumerate(given.start)]
+        rule = optim.from_torch(row.kind(params, lr=lr if inside else row.settings["lr"]))
+        hyper = None if inside else {"lr": lr}
+        new, _ = rule_steps(rule, given.start, given, range(3), hyper)
+        slopes.append(torch.autograd.grad(given.loss(new, 3), lr)[0])
+    assert slopes[0] != 0
+    assert torch.equal(*slopes)
+
+
+# How a setting may be written. ------------------------------------------------------------------
+
+
+STEPS = 3
+
+
+class Written(NamedTuple):
+    """A way to write a setting: how many values it has, which acts where, how it is given."""
+
+    shape: Callable[[list[torch.Size]], tuple[int, ...]]
+    acting: Callable[[Tensor, int, int, int], Tensor]
+    """The values of a parameter, given group, parameter and time: a scalar or of its shape."""
+    given: Callable[[Tensor, int], list[Any]]
+    """One value per group."""
+
+
+def _shapes() -> list[torch.Size]:
+    return [torch.Size(shape) for shape in SHAPES]
+
+
+def _sizes(shapes: list[torch.Size]) -> list[int]:
+    return [shape.numel() for shape in shapes]
+
+
+def _pieces(leaf: Tensor) -> list[Tensor]:
+    return [p.view(s) for p, s in zip(leaf.split(_sizes(_shapes())), _shapes(), strict=True)]
+
+
+WRITTEN = {
+    "one number for all": Written(
+        shape=lambda shapes: (),
+        acting=lambda leaf, group, param, time: leaf,
+        given=lambda leaf, time: [leaf],
+    ),
+    "one per group": Written(
+        shape=lambda shapes: (2,),
+        acting=lambda leaf, group, param, time: leaf[group],
+        given=lambda leaf, time: list(leaf.unbind()),
+    ),
+    "one per parameter, as a list": Written(
+        shape=lambda shapes: (len(shapes),),
+        acting=lambda leaf, group, param, time: leaf[param],
+        given=lambda leaf, time: [list(leaf[:SPLIT].unbind()), list(leaf[SPLIT:].unbind())],
+    ),
+    "one per parameter, as a tensor": Written(
+        shape=lambda shapes: (len(shapes),),
+        acting=lambda leaf, group, param, time: leaf[param],
+        given=lambda leaf, time: [leaf[:SPLIT], leaf[SPLIT:]],
+    ),
+    "one per element": Written(
+        shape=lambda shapes: (sum(_sizes(shapes)),),
+        acting=lambda leaf, group, param, time: _pieces(leaf)[param],
+        given=lambda leaf, time: [_pieces(leaf)[:SPLIT], _pieces(leaf)[SPLIT:]],
+    ),
+    "one per step and group": Written(
+        shape=lambda shapes: (STEPS, 2),
+        acting=lambda leaf, group, param, time: leaf[time, group],
+        given=lambda leaf, time: list(leaf[time].unbind()),
+    ),
+    "per element, then per parameter": Written(
+        shape=lambda shapes: (sum(_sizes(shapes)),),
+        acting=lambda leaf, group, param, time: _pieces(leaf)[param] if time == 0 else leaf[param],
+        given=lambda leaf, time: (
+            [_pieces(leaf)[:SPLIT], _pieces(leaf)[SPLIT:]]
+            if time == 0
+            else [leaf[:SPLIT], leaf[SPLIT : len(SHAPES)]]
+        ),
+    ),
+}
+
+
+def leaves(rule: optim.Rule, written: Written) -> dict[str, list[Tensor]]:
+    """A tensor of different values for each setting and component, near those of the rule."""
+    random = torch.Generator().manual_seed(2)
+    found = {}
+    for name, values in rule.hyper.items():
+        parts = values[0] if isinstance(values[0], tuple) else (values[0],)
+        found[name] = []
+        for value in parts:
+            spread = torch.rand(written.shape(_shapes()), generator=random)
+            near = value * (1 - 0.1 * spread) if value else 0.05 * spread
+            found[name].append(near.requires_grad_())
+    return found
+
+
+def one_by_one(
+    rule: optim.Rule, given: Problem, tensors: dict[str, list[Tensor]], written: Written
+) -> list[Tensor]:
+    """The same training in an explicit loop where every setting is a 0-d tensor.
+
+    Each parameter is on its own, or each element where the settings are per element.
+    """
+    alone = optim.Rule(rule.family, (rule.groups[0],), (1,))
+    params = list(given.start)
+    elements = written.shape(_shapes()) == (sum(_sizes(_shapes())),)
+    states: dict[tuple[int, int], Any] = {}
+    for time in range(STEPS):
+        grads = given.gradients(params, time)
+        for i in [i for i, grad in enumerate(grads) if grad is not None]:
+            shape, size = params[i].shape, params[i].numel()
+            units = size if elements else 1
+            split = params[i].reshape(units, -1), grads[i].reshape(units, -1)
+            values = {
+                name: [written.acting(p, int(i >= SPLIT), i, time).expand(shape) for p in parts]
+                for name, parts in tensors.items()
+            }
+            new = []
+            for j, (param, grad) in enumerate(zip(*split, strict=True)):
+                hyper = {name: _one([v.reshape(-1)[j] for v in vs]) for name, vs in values.items()}
+                state = states[i, j] if (i, j) in states else alone.init([param])
+                (moved,), states[i, j] = alone.update([param], [grad], state, hyper)
+                new.append(moved)
+            params = _with(params, {i: torch.stack(new).view(shape)})
+    return params
+
+
+def _one(parts: list[Tensor]) -> list[Any]:
+    return [tuple(parts) if len(parts) > 1 else parts[0]]
+
+
+@each_elementwise_row
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_setting_may_be(row: Row, way: str) -> None:
+    written, given = WRITTEN[way], problem(row)
+    rule = optim.from_torch(by_torch(row, given)[0])
+    tensors = leaves(rule, written)
+
+    def hyper(time: int) -> dict[str, Any]:
+        per_part = {
+            name: [written.given(part, time) for part in parts] for name, parts in tensors.items()
+        }
+        return {
+            name: [tuple(v) if len(v) > 1 else v[0] for v in zip(*parts, strict=True)]
+            for name, parts in per_part.items()
+        }
+
+    flat = [part for parts in tensors.values() for part in parts]
+    results = []
+    for params in (
+        rule_steps(rule, given.start, given, range(STEPS), hyper)[0],
+        one_by_one(rule, given, tensors, written),
+    ):
+        slopes = torch.autograd.grad(given.loss(params, 3), flat, allow_unused=True)
+        results.append((params, [torch.zeros(()) if s is None else s for s in slopes]))
+    (params, slopes), (expected, expected_slopes) = results
+    assert distance(params, expected) < EXACT
+    for slope, reference in zip(slopes, expected_slopes, strict=True):
+        assert torch.allclose(slope, reference, rtol=1e-9, atol=1e-12)
+
+
+@each_elementwise_row
+def test_numbers_given_again_change_nothing(row: Row) -> None:
+    given = problem(row)
+    rule = optim.from_torch(by_torch(row, given)[0])
+    plain, _ = rule_steps(rule, given.start, given, range(STEPS))
+    again, _ = rule_steps(rule, given.start, given, range(STEPS), rule.hyper)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_one_dimensional_tensor_gives_one_value_per_group() -> None:
+    given = problem(ROWS[0])
+    rule = optim.from_torch(by_torch(ROWS[0], given)[0])
+    lr = torch.tensor([0.1, 0.2])
+    listed, _ = rule_steps(rule, given.start, given, range(2), {"lr": list(lr.unbind())})
+    bare, _ = rule_steps(rule, given.start, given, range(2), {"lr": lr})
+    assert all(torch.equal(a, b) for a, b in zip(listed, bare, strict=True))
+
+
+# Kinds of parameters. ---------------------------------------------------------------------------
+
+
+def check_dtypes(row: Row, warm: bool, dtypes: list[torch.dtype], tolerance: float) -> None:
+    given = problem(row, dtypes)
+    optimizer, params = by_torch(row, given)
+    first = WARM_STEPS if warm else 0
+    torch_steps(optimizer, params, given, range(first))
+    rule = optim.from_torch(optimizer)
+    ours, state = rule_steps(rule, detached(params), given, range(first, first + 10))
+    torch_steps(optimizer, params, given, range(first, first + 10))
+    assert [p.dtype for p in ours] == dtypes
+    assert distance(ours, params) < tolerance
+    for slots, p in zip(unpacked(rule.family, ours, state), params, strict=True):
+        for name, value in optimizer.state.get(p, {}).items():
+            if slots and name not in rule.family.scalars and not row.one_group:
+                assert (slots[name].shape, slots[name].dtype) == (value.shape, value.dtype)
+
+
+COMPLEX = [row for row in ROWS if row.takes_complex]
+
+
+@pytest.mark.parametrize("row", COMPLEX, ids=[row.name for row in COMPLEX])
+@fresh_or_warm
+def test_complex_parameters_move_as_in_torch(row: Row, warm: bool) -> None:
+    c, r = torch.complex128, torch.float64
+    check_dtypes(row, warm, [c, c, c, c, r], EXACT)
+
+
+@each_row
+@fresh_or_warm
+def test_mixed_dtypes_move_as_in_torch(row: Row, warm: bool) -> None:
+    # The loss couples all parameters, so the rounding of the single ones reaches every other.
+    single, double = torch.float32, torch.float64
+    check_dtypes(row, warm, [single, double, double, single, double], 1e-5)
+
+
+@each_row
+def test_bfloat16_moves_about_as_in_torch(row: Row) -> None:
+    # With 8 digits a weight is rounded by up to 2^-9 in each of 10 steps, and torch rounds its
+    # intermediate results in another order. Adafactor, Rprop and Muon amplify a changed digit.
+    check_dtypes(row, False, [torch.bfloat16] * 5, 0.1)
+
+
+PLAIN = [
+    *(row for row in ELEMENTWISE if row.settings == {"lr": row.settings["lr"]}),
+    *(row for row in ELEMENTWISE if row.settings == {"lr": 0.1, "momentum": 0.9}),
+]
+each_plain_row = pytest.mark.parametrize("row", PLAIN, ids=[row.name for row in PLAIN])
+
+
+@each_plain_row
+def test_empty_parameters_disturb_no_others(row: Row) -> None:
+    params = [torch.ones(0), torch.ones(()), torch.ones(2), torch.ones(0, 3)]
+    grads = [torch.full_like(p, 0.5) for p in params]
+    expected = [nn.Parameter(p.clone()) for p in params]
+    optimizer = row.kind(
+        [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(expected)], **row.settings
+    )
+    rule = optim.from_torch(optimizer)
+    for p, g in zip(expected, grads, strict=True):
+        p.grad = g
+    optimizer.step()
+    rates = [torch.full_like(p, 0.1 * (i + 1)) for i, p in enumerate(params)]
+    for hyper in (None, {"lr": rates}):
+        new, state = rule.update(params, grads, rule.init(params), hyper)
+        assert [p.shape for p in new] == [p.shape for p in params]
+        assert distance(new[1:3], expected[1:3]) < EXACT
+        rule.write_to(optimizer, state)
+
+
+# Back into torch. -------------------------------------------------------------------------------
+
+
+def check_write(row: Row, dtypes: list[torch.dtype] | None = None) -> None:
+    given = problem(row, dtypes)
+    alone, expected = by_torch(row, given)
+    torch_steps(alone, expected, given, range(15))
+
+    optimizer, params = by_torch(row, given)
+    torch_steps(optimizer, params, given, range(5))
+    rule = optim.from_torch(optimizer)
+    ours, state = rule_steps(rule, detached(params), given, range(5, 10))
+    target, params = by_torch(row, given)
+    with torch.no_grad():
+        for param, value in zip(params, ours, strict=True):
+            param.copy_(value)
+    rule.write_to(target, state)
+    torch_steps(target, params, given, range(10, 15))
+    assert distance(params, expected) < EXACT
+
+
+@each_row
+def test_torch_goes_on_from_a_written_state(row: Row) -> None:
+    check_write(row)
+
+
+@pytest.mark.parametrize("row", COMPLEX, ids=[row.name for row in COMPLEX])
+def test_torch_goes_on_from_a_written_complex_state(row: Row) -> None:
+    check_write(row, [torch.complex128] * 4 + [torch.float64])
+
+
+@each_row
+def test_torch_goes_on_from_a_state_before_any_step(row: Row) -> None:
+    given = problem(row)
+    alone, expected = by_torch(row, given)
+    torch_steps(alone, expected, given, range(3))
+    target, params = by_torch(row, given)
+    rule = optim.from_torch(target)
+    rule.write_to(target, rule.init(params))
+    torch_steps(target, params, given, range(3))
+    assert distance(params, expected) < EXACT
+
+
+def test_a_state_is_written_in_the_dtypes_of_torch() -> None:
+    torch.set_default_dtype(torch.float32)
+    row = next(row for row in ROWS if row.kind is torch.optim.NAdam)
+    given = problem(row)
+    target, params = by_torch(row, given)
+    rule = optim.from_torch(target)
+    _, state = rule_steps(rule, detached(params), given, range(2))
+    rule.write_to(target, state)
+    torch_steps(target, params, given, range(2, 4))
+    scalar = target.state[params[1]]
+    assert scalar["exp_avg"].dtype == torch.float64
+    assert scalar["mu_product"].dtype == scalar["step"].dtype == torch.float32
+
+
+def test_settings_are_written_when_given() -> None:
+    row = next(row for row in ROWS if row.kind is torch.optim.Adam)
+    target, params = by_torch(row, problem(row))
+    rule = optim.from_torch(target)
+    betas = torch.tensor([0.8, 0.9], requires_grad=True)
+    hyper = {"lr": [torch.tensor(0.3, requires_grad=True), 0.4], "betas": betas}
+    rule.write_to(target, rule.init(params), hyper)
+    assert [group["lr"] for group in target.param_groups] == [0.3, 0.4]
+    assert target.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+# What is accepted. ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", FLAGS, ids=[row.name for row in FLAGS])
+def test_flags_of_the_implementation_change_nothing(row: Row) -> None:
+    # torch can step with `capturable` on accelerators only, with `differentiable` on non-leaves.
+    runs = not {"capturable", "differentiable"} & row.settings.keys()
+    reference = row if runs else row._replace(settings={"lr": row.settings["lr"]})
+    given = problem(row)
+    rule = optim.from_torch(by_torch(row, given)[0])
+    optimizer, params = by_torch(reference, given)
+    torch_steps(optimizer, params, given, range(10))
+    ours, _ = rule_steps(rule, given.start, given, range(10))
+    assert distance(ours, params) < EXACT
+
+
+SUBCLASSES = """
+import torch
+from innerloop import InnerLoopError, optim
+
+class Plain({base}):
+    pass
+
+class Own({base}):
+    def step(self, closure=None):
+        return super().step(closure)
+
+for kind in (Plain, Own):
+    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])
+    try:
+        print(kind.__name__, optim.from_torch(optimizer).family.name)
+    except InnerLoopError as error:
+        print(kind.__name__, "register_optim" in str(error))
+"""
+
+
+@pytest.mark.parametrize("base", ["SGD", "AdamW", "Muon"])
+def test_a_subclass_is_accepted_unless_it_has_its_own_step(base: str) -> None:
+    # In a fresh process: the first instance of a class makes torch wrap the `step` of that class.
+    script = SUBCLASSES.format(base=f"torch.optim.{base}")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"Plain {base}", "Own True"], done.stderr
+
+
+def test_every_class_of_torch_is_here() -> None:
+    kinds = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    kinds -= {torch.optim.Optimizer, torch.optim.SparseAdam}
+    assert kinds == set(optim.FAMILIES) == {row.kind for row in ROWS}
+    for kind, family in optim.FAMILIES.items():
+        parameter = nn.Parameter(torch.ones(2, 2))
+        found = set(kind([parameter]).defaults)
+        flags = {"foreach", "fused", "capturable", "differentiable"}
+        ours = {*family.settings, *family.options}
+        assert found - flags - ours == set()
+        assert ours - found <= {"ns_dtype", "decoupled_weight_decay"}
+
+
+# Cost. ------------------------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute something, views aside."""
+
+    VIEWS = ("view", "select", "split", "split_with_sizes", "unbind", "expand", "detach", "slice")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ not in self.VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(row: Row, groups: int, learned: bool) -> int:
+    """Of two updates of as many groups of one tensor each, all settings different, and backward."""
+    params = [torch.linspace(-1, 1, 6).add(0.01 * i).requires_grad_() for i in range(groups)]
+    rule = optim.from_torch(row.kind([{"params": [p]} for p in params], **row.settings))
+    names = [name for name, values in rule.hyper.items() if not isinstance(values[0], tuple)]
+    new, state, inputs = params, rule.init(params), list(params)
+    counted = Kernels()
+    for _ in range(2):
+        numbers: list[Any] = [0.1 + 0.001 * i for i in range(groups)]
+        hyper = {
+            name: [torch.tensor(v, requires_grad=True) for v in numbers] if learned else numbers
+            for name in names
+        }
+        grads = [p.detach().clone().requires_grad_() for p in params]
+        inputs += grads + [v for values in hyper.values() for v in values if learned]
+        with counted:
+            new, state = rule.update(new, grads, state, hyper)
+    with counted:
+        torch.autograd.grad(torch.cat(new).sum(), inputs, allow_unused=True)
+    return counted.count
+
+
+@each_plain_row
+@pytest.mark.parametrize("learned", [False, True], ids=["numbers", "tensors"])
+def test_many_groups_cost_as_many_kernels_as_few(row: Row, learned: bool) -> None:
+    assert kernels(row, 299, learned) == kernels(row, 10, learned)
+
+
+# Errors. ----------------------------------------------------------------------------------------
+
+
+def adam_over(*shapes: tuple[int, ...]) -> tuple[optim.Rule, list[Tensor]]:
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    return optim.from_torch(torch.optim.Adam([{"params": [p]} for p in params])), params
+
+
+WRONG_SETTINGS = {
+    "unknown": ({"learning_rate": 0.1}, "Adam has no setting of that name"),
+    "discrete": ({"amsgrad": True}, "discrete"),
+    "too many groups": ({"lr": [0.1, 0.2, 0.3]}, "3 values for 'lr'"),
+    "too many in a tensor": ({"lr": torch.ones(3)}, "3 values for 'lr'"),
+    "one beta": ({"betas": 0.9}, "2 components"),
+    "three betas": ({"betas": [(0.9, 0.9, 0.9)]}, "2 components"),
+    "wrong shape": ({"lr": [torch.ones(4), 0.1]}, "shape (4,)"),
+    "wrong count in a group": ({"lr": [[0.1, 0.2], 0.1]}, "2 values of 'lr'"),
+    "text": ({"lr": "0.1"}, "a str as 'lr'"),
+    "boolean": ({"lr": True}, "a bool as 'lr'"),
+    "complex tensor": ({"lr": torch.ones((), dtype=torch.complex64)}, "complex64 as 'lr'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused(case: str) -> None:
+    hyper, message = WRONG_SETTINGS[case]
+    rule, params = adam_over((3,), (2, 2))
+    with pytest.raises(InnerLoopError) as caught:
+        rule.update(params, params, rule.init(params), hyper)
+    for part in (message, "Needed:", "Why:", "Write:"):
+        assert part in str(caught.value)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(InnerLoopError) as caught:
+        call()
+    assert all(part in str(caught.value) for part in ("Needed:", "Why:", "Write:"))
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    rule, params = adam_over((3,))
+    grads = [params[0].detach().to_sparse()]
+    assert "sparse=False" in raised(lambda: rule.update(params, grads, rule.init(params)))
+
+
+def test_sparse_adam_is_refused() -> None:
+    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(2))])
+    assert "torch.optim.Adam" in raised(lambda: optim.from_torch(optimizer))
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    class Mine(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    optimizer = Mine([nn.Parameter(torch.ones(2))], {})
+    assert "register_optim(Mine" in raised(lambda: optim.from_torch(optimizer))
+
+
+def test_another_number_of_parameters_is_refused() -> None:
+    rule, params = adam_over((3,), (2,))
+    assert "3 parameters to a rule for 2" in raised(lambda: rule.init([*params, params[0]]))
+    state = rule.init(params)
+    assert "1 gradients" in raised(lambda: rule.update(params, params[:1], state))
+
+
+def test_lbfgs_without_a_loss_is_refused() -> None:
+    params = [torch.ones(2)]
+    rule = optim.lbfgs()
+    assert "evaluate=" in raised(lambda: rule.update(params, params, rule.init(params)))
+
+
+def test_lbfgs_with_line_search_is_refused() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    rule = optim.from_torch(torch.optim.LBFGS(params, line_search_fn="strong_wolfe"))
+    assert "line_search_fn=None" in raised(
+        lambda: rule.update(params, params, rule.init(params), evaluate=lambda p: (p[0].sum(), p))
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_complex_parameters_are_refused_where_torch_has_no_rule(kind: Any) -> None:
+    params = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex128))]
+    assert "complex" in raised(lambda: optim.from_torch(kind(params)).init(params))
+
+
+def test_muon_over_a_vector_is_refused() -> None:
+    assert "matrices" in raised(lambda: optim.muon().init([torch.ones(3)]))
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(optim.muon(), "eps"), (optim.muon(), "ns_coefficients"), (optim.adafactor(), "beta2_decay")],
+    ids=["eps", "ns_coefficients", "beta2_decay"],
+)
+def test_a_setting_of_the_whole_parameter_is_refused_per_element(
+    rule: optim.Rule, name: str
+) -> None:
+    params = [torch.ones(2, 2)]
+    value: Any = torch.ones(2, 2)
+    value = (value,) * 3 if name == "ns_coefficients" else value
+    state = rule.init(params)
+    assert "as a whole" in raised(lambda: rule.update(params, params, state, {name: [value]}))
+
+
+def test_a_state_per_element_cannot_be_written() -> None:
+    params = [nn.Parameter(torch.ones(3))]
+    target = torch.optim.NAdam(params)
+    rule = optim.from_torch(target)
+    betas = (torch.tensor([0.9, 0.8, 0.7]), 0.9)
+    _, state = rule.update(params, params, rule.init(params), {"betas": [betas]})
+    assert "mu_product" in raised(lambda: rule.write_to(target, state))
+    assert not target.state

@@ -1,4 +1,7 @@
-"""The Python examples in the README run, in order, in one namespace."""
+"""The Python examples of the README and of each page of the documentation run.
+
+The examples of one page run in order, in one namespace.
+"""
 
 import re
 import sys
@@ -6,26 +9,40 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples(page):
+    """The Python blocks of a page, each after as many blank lines as there are lines before it.
+
+    Tracebacks then show the line number in the page.
+    """
+    text = page.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield "\n" * text.count("\n", 0, block.start(1)) + block[1]
 
 
 @pytest.fixture
-def no_trace_of_install(monkeypatch):
+def no_trace_of_install():
     """Forget what `install()` put in place of `higher`, so that other tests do not see it."""
-    before = dict(sys.modules)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = {name: module for name, module in sys.modules.items() if _is_higher(name)}
     yield
-    for name in [n for n in sys.modules if n.split(".")[0] == "higher"]:
+    for name in list(filter(_is_higher, sys.modules)):
         del sys.modules[name]
-    sys.modules.update({n: m for n, m in before.items() if n.split(".")[0] == "higher"})
+    sys.modules.update(before)
 
 
-def test_examples_run(no_trace_of_install):
-    text = README.read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
-    assert blocks
-    namespace = {"__name__": "readme"}
-    for block in blocks:
-        # Blank lines first, so that a traceback shows the line number in the README.
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], str(README), "exec"), namespace)
+def _is_higher(name):
+    return name.split(".")[0] == "higher"
+
+
+def test_the_readme_has_examples():
+    assert len(list(examples(ROOT / "README.md"))) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_run(page, no_trace_of_install):
+    namespace = {"__name__": page.stem}
+    for example in examples(page):
+        exec(compile(example, str(page), "exec"), namespace)

@@ -90,9 +90,13 @@ def exact_forward(module: nn.Module) -> Callable[..., object] | None:
     """What to run instead of a forward whose second derivative torch lacks or gets wrong."""
     if type(module) is _WeightNorm:
         return functools.partial(_exact_weight, module.dim)
-    if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters()):
+    if isinstance(module, nn.RNNBase) and _on_cuda(module):
         return functools.partial(recurrent_forward, module)
     return None
+
+
+def _on_cuda(module: nn.Module) -> bool:
+    return any(p is not None and p.is_cuda for p in module._parameters.values())
 
 
 def _exact_weight(dim: int, g: Tensor, v: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A rule: a family with its parameter groups, as pure functions of tensors (Eq. 2).
 
 Parameters that share dtype, device and options form a *block* and are updated as one concatenated
-tensor, whatever group they are in: 299 groups of one tensor cost as many kernels as one. All members
-of a block have the same history; a parameter that gets no gradient leaves its block.
+tensor, whatever group they are in: 299 groups of one tensor cost as many kernels as one. A
+parameter that gets no gradient leaves its block.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Block(NamedTuple):
 
 OptState = tuple[Block, ...]
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
+FlatEvaluate = Callable[[list[Tensor]], tuple[Tensor, list[Tensor | None]]]
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,8 @@ class Rule:
         sizes = self._sizes(leaves)
         shapes = _by_group([leaf.shape for leaf in leaves], sizes)
         groups = merged(self.family, self.groups, shapes, hyper)
-        flat_evaluate = None
-        if evaluate is not None:
-
-            def flat_evaluate(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-                loss, found = evaluate(_tree.unflatten(new, spec))
-                return loss, _tree.flatten(found)[0]
-
-        new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, flat_evaluate)
+        flat = None if evaluate is None else _on_leaves(evaluate, spec)
+        new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, flat)
         return _tree.unflatten(new, spec), new_state
 
     def write_to(
@@ -177,6 +172,14 @@ class Rule:
         }
 
 
+def _on_leaves(evaluate: Evaluate, spec: Any) -> FlatEvaluate:
+    def flat(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        loss, found = evaluate(_tree.unflatten(new, spec))
+        return loss, _tree.flatten(found)[0]
+
+    return flat
+
+
 def step(
     family: Family,
     groups: Sequence[Group],
@@ -184,7 +187,7 @@ def step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     state: OptState,
-    evaluate: Callable[[list[Tensor]], tuple[Tensor, list[Tensor | None]]] | None = None,
+    evaluate: FlatEvaluate | None = None,
 ) -> tuple[list[Tensor], OptState]:
     """One update of every block, with the settings of ``groups``."""
     place = [(g, i) for g, size in enumerate(sizes) for i in range(size)]
@@ -467,8 +470,8 @@ def _plain(value: Any) -> Any:
 
 def _scalar(name: str, value: Tensor) -> Tensor:
     """One number per parameter, in the dtype in which torch keeps it."""
-    first = value.detach().reshape(-1)[0]
-    if bool((value.detach() != first).any()):
+    values = value.detach().reshape(-1)
+    if bool((values != values[:1]).any()):
         raise InnerLoopError(
             four_part(
                 f"The state {name!r} differs between the elements of a parameter.",
@@ -478,7 +481,8 @@ def _scalar(name: str, value: Tensor) -> Tensor:
             )
         )
     double = torch.get_default_dtype() == torch.float64
-    return first.to(torch.float64 if double else torch.float32, copy=True)
+    # A sum of one value, or of none: to an empty parameter every number is the same.
+    return values[:1].sum().to(torch.float64 if double else torch.float32)
 
 
 def write_settings(

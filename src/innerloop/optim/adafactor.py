@@ -52,6 +52,16 @@ def _root_mean_square(tensor: Tensor) -> Tensor:
     return safe_norm(tensor) / tensor.numel() ** 0.5
 
 
+def _clipping(direction: Tensor, threshold: Value) -> Tensor:
+    """``max(1, RMS(U) / d)``.
+
+    The first update of a vector has RMS 1 up to rounding, and d is 1 by default: equality counts as
+    not clipped, or else the sign of a rounding error would choose between two derivatives.
+    """
+    excess = _root_mean_square(direction) / threshold
+    return torch.where(excess > 1 + 8 * torch.finfo(direction.dtype).eps, excess, 1.0)
+
+
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     h, grads = packed.hyper, ascent(packed)
     eps1, eps2 = h["eps"]
@@ -61,7 +71,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     keep = 1 - step ** whole(packed, "beta2_decay")
     estimate, moments = _second_moment(packed.slots, grads, keep, eps1)
     direction = grads * larger(estimate, eps1 * eps1).rsqrt()
-    clipped = direction / larger(_root_mean_square(direction) / h["d"], 1.0)
+    clipped = direction / _clipping(direction, h["d"])
     rate = larger(_root_mean_square(packed.params), eps2) * smaller(step**-0.5, h["lr"])
     return add_scaled(shrunk(packed), clipped, -rate), {"step": step, **moments}
 
@@ -99,8 +109,7 @@ def adafactor(
         U ← G / max(√V, ε₁)
         θ ← θ - α U / max(1, RMS(U) / d)
 
-    An ε₁ of ``None`` is the machine precision of the parameter's dtype. Where two arguments of a
-    minimum or maximum are equal, each gets half of the derivative.
+    An ε₁ of ``None`` is the machine precision of the parameter's dtype.
 
     >>> rule = adafactor(lr=0.1)
     >>> params = [torch.tensor([[1.0, 1.0]])]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop import _tree
 from innerloop._numerics import safe_norm
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.optim._family import (
@@ -78,8 +77,8 @@ def _orthogonal(packed: Packed, matrix: Tensor) -> Tensor:
     if dtype == matrix.dtype:
         return smooth
     with torch.no_grad():
-        numbers = _tree.map(_detached, (coefficients, eps))
-        rounded = _newton_schulz(matrix.detach().to(dtype), *numbers, steps, torch.norm)
+        a, b, c, least = (_detached(value) for value in (*coefficients, eps))
+        rounded = _newton_schulz(matrix.detach().to(dtype), (a, b, c), least, steps, torch.norm)
     return rounded.to(matrix.dtype) + (smooth - smooth.detach())
 
 

@@ -66,6 +66,8 @@ def _addcmul(tensor: Tensor, a1: Any, a2: Tensor, a3: Tensor | None = None) -> T
 
 def _recursive_apply(replacement: Any, target: Any) -> Any:
     """``target`` with the values of ``replacement``: tensors in place, numbers as numbers."""
+    if _utils._is_container(target) != _utils._is_container(replacement):
+        raise ValueError(f"{type(replacement)} cannot replace {target!r} of type {type(target)}")
     if isinstance(target, dict):
         values = zip(target, replacement.values(), strict=True)
         return type(target)({key: _recursive_apply(r, target[key]) for key, r in values})
@@ -73,8 +75,6 @@ def _recursive_apply(replacement: Any, target: Any) -> Any:
         return type(target)(
             [_recursive_apply(r, t) for r, t in zip(replacement, target, strict=True)]
         )
-    if _utils._is_container(replacement):
-        raise ValueError(f"{replacement!r} cannot replace {target!r}: it has another structure")
     if isinstance(target, Tensor):
         target.data = torch.as_tensor(replacement).to(target.device)
         return target

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from innerloop.compat.higher import utils as _utils
 from innerloop.eager import monkeypatch as monkeypatch
+from innerloop.fmodel import Patched
 from innerloop.fmodel import patched as _patched_module
 from innerloop.functional import unwrapped as _unwrapped
 
+_MonkeyPatchBase = Patched
 _internal_attrs = {
     *("_backend", "_parameters", "_buffers", "_backward_hooks", "_forward_hooks"),
     *("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_modules"),

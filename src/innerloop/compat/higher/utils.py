@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 def _copy_tensor(t: Tensor, safe_copy: bool, device: torch.device | str | None = None) -> Tensor:
