@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ class _MathAttention:
     """
 
     def __init__(self) -> None:
+        self.local = threading.local()
         self._lock = threading.Lock()
         self._inside = 0
         self._before = (True, True, True)
@@ -36,6 +39,7 @@ class _MathAttention:
                 )
                 _switch(False, False, False)
             self._inside += 1
+        self.local.depth = getattr(self.local, "depth", 0) + 1
 
     def __exit__(
         self,
@@ -43,6 +47,7 @@ class _MathAttention:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.local.depth -= 1
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
@@ -56,6 +61,42 @@ def _switch(flash: bool, efficient: bool, cudnn: bool) -> None:
 
 
 twice_differentiable = _MathAttention()
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs with kernels that can be differentiated twice, whoever calls it.
+
+    A recomputation during backward calls methods deep inside a model, so each one sees to it.
+    """
+    local = twice_differentiable.local
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if getattr(local, "depth", 0):
+            return function(*args, **kwargs)
+        with twice_differentiable:
+            return function(*args, **kwargs)
+
+    return method
+
+
+def own_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods that a user's class and its bases define, torch's own classes left out."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+            for name, member in vars(base).items():
+                if type(member) is types.FunctionType and not name.startswith("__"):
+                    found[name] = member
+    return found
+
+
+def guarded_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Those methods of a class that may call attention, guarded."""
+    methods = own_methods(kind)
+    if issubclass(kind, nn.MultiheadAttention):
+        methods.setdefault("forward", kind.forward)
+    return {name: guarded(member) for name, member in methods.items()}
 
 
 def recurrent_forward(module: torch.nn.RNNBase, *args: object, **kwargs: object) -> object:
@@ -86,9 +127,12 @@ class ExactWeightNorm:
         setattr(module, self.name, normalized(v, g, self.dim))
 
 
-def exact_forward(module: nn.Module) -> Callable[..., object] | None:
-    """What to run instead of a forward whose second derivative torch lacks or gets wrong."""
-    if type(module) is _WeightNorm:
+def exact_forward(kind: type[nn.Module], module: nn.Module) -> Callable[..., object] | None:
+    """What to run instead of a forward whose second derivative torch lacks or gets wrong.
+
+    ``kind`` is the user's class of ``module``, which may itself be of a class derived from it.
+    """
+    if kind is _WeightNorm:
         return functools.partial(_exact_weight, module.dim)
     if isinstance(module, nn.RNNBase) and _on_cuda(module):
         return functools.partial(recurrent_forward, module)

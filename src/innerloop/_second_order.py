@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from innerloop.errors import RequirementError, four_part
 
-_DEAD_ENDS = ("torch::autograd::NotImplemented", "torch::autograd::Error")
+_ONCE = once_differentiable.__code__.co_filename
+_DEAD_ENDS = {
+    *("torch::autograd::NotImplemented", "torch::autograd::Error"),
+    # Second derivatives that exist in name only: they raise when they are run.
+    *("CdistBackwardBackward0", "PdistBackwardBackward0", "StandardGammaGradBackward0"),
+    *("EmbeddingBagBackwardBackward0", "EmbeddingBagDenseBackwardBackward0"),
+    *("CudnnRnnBackwardBackward0", "MiopenRnnBackwardBackward0"),
+}
 # torch 2.13 gives these a second derivative, but a wrong one (found by gradgradcheck on the CPU).
 _WRONG = ("WeightNormInterfaceBackward0",)
 _REMEDIES = {
-    "WeightNorm": "v * (g / v.norm()) composed by hand, or torch.nn.utils.parametrizations."
+    "weight_norm": "v * (g / v.norm()) composed by hand, or torch.nn.utils.parametrizations."
     "weight_norm, whose forward is replaced in the patched model.",
-    "ScaledDotProduct": "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward.",
-    "CudnnRnn": "torch.backends.cudnn.flags(enabled=False) around the forward.",
+    "scaled_dot_product": "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around it.",
+    "cudnn_rnn": "torch.backends.cudnn.flags(enabled=False) around the forward.",
+    "cdist": "(x[:, None] - y[None]).square().sum(-1), and its root if need be.",
+    "pdist": "(x[:, None] - x[None]).square().sum(-1), and its root if need be.",
+    "embedding_bag": "torch.nn.Embedding and a sum or mean of its output.",
 }
+_OTHERWISE = (
+    "the same operation composed of differentiable ones, or innerloop_ctx(..., first_order=True) "
+    "to do without second derivatives."
+)
 
 
-def guard(loss: Tensor, grads: Sequence[Tensor | None], params: Sequence[Any], names: Any) -> bool:
-    """Make dead ends of the graph raise a clear error when they are reached; whether any exist.
+_clean: set[Any] = set()
+"""Kinds of nodes whose gradients have been seen to have no dead end."""
+
+
+def guard(
+    loss: Tensor, grads: Sequence[Tensor | None], params: Sequence[Any], names: Callable[[int], str]
+) -> None:
+    """Make dead ends of the graph raise a clear error when, and only when, they are reached.
 
     ``grads`` are the inner gradients, made with a graph; ``params`` the weights they belong to, by
-    whose ``grad_fn`` the step ends; ``names`` gives a weight's name for the message.
+    whose ``grad_fn`` the step ends; ``names`` gives a weight's name for the message. The graph of
+    the gradients is searched only if the loss has operations that have not been searched before.
     """
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
     forward = _nodes([loss.grad_fn], ends)
+    kinds = {(type(node), node.name()) for node in forward}
+    if kinds <= _clean:
+        return
     for node in forward:
         if _differentiable_once(node) or node.name() in _WRONG:
-            raise RequirementError(_message(node, params, names))
-    found = False
+            raise RequirementError(_message(_op_of(node), node, params, names))
     known = set(forward)
-    for node in _nodes([g.grad_fn for g in grads if g is not None], ends | known):
-        if node.name() in _DEAD_ENDS:
-            found = True
-            source = next((n for n, _ in node.next_functions if n in known), node)
-            message = _message(source, params, names)
-            node.register_prehook(lambda grads, message=message: _refuse(message))
-    return found
+    dead = [
+        node
+        for node in _nodes([g.grad_fn for g in grads if g is not None], ends | known)
+        if node.name() in _DEAD_ENDS
+    ]
+    for node in dead:
+        message = _message(_op_of(node), node, params, names)
+        node.register_prehook(lambda grads, message=message: _refuse(message))
+    if not dead:
+        _clean.update(kinds)
 
 
 def _refuse(message: str) -> None:
@@ -67,24 +96,37 @@ def _differentiable_once(node: Any) -> bool:
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     code = getattr(backward, "__code__", None)
-    return hasattr(backward, "__wrapped__") and "once_differentiable" in getattr(
-        code, "co_qualname", code.co_filename if code else ""
-    )
+    return code is not None and code.co_filename == _ONCE and hasattr(backward, "__wrapped__")
 
 
-def _message(node: Any, params: Sequence[Any], names: Any) -> str:
-    op = node.name().rsplit("::", 1)[-1]
+def _op_of(node: Any) -> str:
+    """The operation a node belongs to, in the spelling of torch's functions.
+
+    A dead end does not tell its operation but in the error it raises, so it is made to raise it.
+    """
+    if node.name() not in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
+        words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"(Backward0?)+$", "", node.name()))
+        return "_".join(words).lower() or node.name()
+    for count in range(1, 13):
+        try:
+            node(*[torch.zeros(())] * count)
+        except TypeError:
+            continue
+        except RuntimeError as error:
+            named = re.search(r"aten::_?(\w+?)(_backward)? is not", str(error))
+            return named[1] if named else "a function marked once_differentiable"
+    return "an operation"
+
+
+def _message(op: str, node: Any, params: Sequence[Any], names: Any) -> str:
     where = _nearest_weight(node, params, names)
-    remedy = next((text for key, text in _REMEDIES.items() if key in op), None)
     return four_part(
-        f"The inner loss uses {op.removesuffix('0').removesuffix('Backward')}"
+        f"The inner loss uses {op}"
         + (f", in or after the module of {where!r}" if where else "")
         + ", whose second derivative torch does not have or gets wrong.",
         "operations with a second derivative (Requirement IIIb).",
         "the meta-gradient is the derivative of an inner gradient.",
-        remedy
-        or "the same operation composed of differentiable ones, or innerloop_ctx(..., "
-        "first_order=True) to do without second derivatives.",
+        next((text for key, text in _REMEDIES.items() if key in op), _OTHERWISE),
     )
 
 

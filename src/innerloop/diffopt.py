@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from innerloop import _second_order, _tree, optim
 from innerloop._kernels import twice_differentiable
@@ -48,7 +49,6 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         reference = list(reference_params)
         index = {id(p): i for i, p in enumerate(reference)}
         self._reference = reference
-        self._names = _parameter_names(fmodel, len(reference))
         self._group_to_param_list = [
             [_index_of(p, index, g, i) for i, p in enumerate(group["params"])]
             for g, group in enumerate(other.param_groups)
@@ -62,7 +62,6 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         self._grad_callback = grad_callback
         self._track_higher_grads = track_higher_grads
         self._first_order = first_order
-        self._dead_ends: bool | None = None
         # What torch.optim.Optimizer expects of its instances, for schedulers and hooks.
         self._optimizer_step_pre_hooks: Any = OrderedDict()
         self._optimizer_step_post_hooks: Any = OrderedDict()
@@ -117,18 +116,25 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         """
         weights = self._present(params)
         check_loss(loss)
-        if override is not None:
-            self._apply_override(override)
-        grads = self._gradients(loss, weights, retain_graph)
+        settings = self._checked(override)
         callback = grad_callback if grad_callback is not None else self._grad_callback
+        grads = self._gradients(loss, weights, retain_graph, everywhere=callback is not None)
         if callback is not None:
             grads = tuple(callback(grads))
+        before = [dict(group) for group in self.param_groups]
         grouped = []
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
             group["params"] = [weights[p] for p in positions]
             grouped.append([grads[p] for p in positions])
-        with _full_precision(loss.device):
-            self._update(grouped)
+        try:
+            self._set(settings)
+            with _full_precision(loss.device):
+                self._update(grouped)
+        except BaseException:
+            for group, kept in zip(self.param_groups, before, strict=True):
+                group.clear()
+                group.update(kept)
+            raise
         new = list(weights)
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
             for i, p in enumerate(positions):
@@ -246,36 +252,27 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         return weights
 
     def _gradients(
-        self, loss: Tensor, weights: list[Tensor], retain_graph: bool | None
+        self, loss: Tensor, weights: list[Tensor], retain_graph: bool | None, everywhere: bool
     ) -> tuple[Tensor | None, ...]:
+        """The partial derivatives by the present weights, ``None`` where there is none.
+
+        ``everywhere`` asks for those of parameters outside the optimizer too.
+        """
         create = self._track_higher_grads and not self._first_order
-        wanted = [p for positions in self._group_to_param_list for p in positions]
-        wanted = [p for p in wanted if weights[p].requires_grad]
-        sources: list[Tensor] | None = [weights[p] for p in wanted]
+        own = {p for positions in self._group_to_param_list for p in positions}
+        wanted = [p for p, w in enumerate(weights) if w.requires_grad and (everywhere or p in own)]
+        sources = [weights[p] for p in wanted]
+        found: tuple[Tensor | None, ...] = ()
         while sources:
             with twice_differentiable if create else contextlib.nullcontext():
                 found = torch.autograd.grad(
-                    loss,
-                    sources,
-                    create_graph=create,
-                    retain_graph=retain_graph,
-                    allow_unused=True,
+                    loss, sources, None, retain_graph, create, allow_unused=True
                 )
             if any(g is not None for g in found):
                 break
             sources = self._before_last_step(loss, weights, sources)
-        if not sources:
-            raise RequirementError(
-                four_part(
-                    "The loss given to step does not depend on any parameter of the optimizer.",
-                    "a loss computed with the present weights.",
-                    "it was computed before an earlier step, or by the original model instead of "
-                    "the patched one, so nothing would move.",
-                    "loss = loss_fn(fmodel(x), y) before every diffopt.step(loss).",
-                )
-            )
-        if create and self._dead_ends is not False:
-            self._dead_ends = _second_order.guard(loss, found, weights, self._name_of)
+        if create:
+            _second_order.guard(loss, found, weights, self._name_of)
         grads: list[Tensor | None] = [None] * len(weights)
         for p, grad in zip(wanted, found, strict=True):
             grads[p] = grad
@@ -283,20 +280,35 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     def _before_last_step(
         self, loss: Tensor, weights: list[Tensor], sources: list[Tensor]
-    ) -> list[Tensor] | None:
-        """The same parameters as a loss saw them that another optimizer has used for its step.
+    ) -> list[Tensor]:
+        """The same parameters as a loss saw them by which another optimizer has made its step.
 
-        Only if the loss reaches no present weight at all: else it is newer than that step.
+        Nothing if the loss does reach some present weight: then these parameters just have no part
+        in it. An error if it reaches none of them, present or past.
         """
         others = [w for w in weights if w.requires_grad]
         reached = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
         if any(g is not None for g in reached):
-            return None
-        earlier = [getattr(source, _SAME_AS, None) for source in sources]
-        return None if any(t is None for t in earlier) else earlier  # type: ignore[return-value]
+            return []
+        earlier = [t for t in (getattr(s, _SAME_AS, None) for s in sources) if t is not None]
+        if len(earlier) < len(sources):
+            raise RequirementError(
+                four_part(
+                    "The loss given to step does not depend on the present weights.",
+                    "a loss computed with them.",
+                    "it was computed before an earlier step, or by the original model instead of "
+                    "the patched one, so nothing would move.",
+                    "loss = loss_fn(fmodel(x), y) before every diffopt.step(loss).",
+                )
+            )
+        return earlier
 
     def _name_of(self, position: int) -> str:
-        return self._names[position]
+        present = self._fmodel.fast_params if isinstance(self._fmodel, Patched) else None
+        if not present:
+            return f"parameter {position}"
+        names = {id(p): name for name, p in self._fmodel.named_parameters()}
+        return names.get(id(present[position]), f"parameter {position}")
 
     def _kept(self, new: Tensor, old: Tensor) -> Tensor:
         if self._track_higher_grads or new is old:
@@ -304,11 +316,18 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         return new.detach().requires_grad_(old.requires_grad)
 
     def _apply_override(self, override: Override) -> None:
+        self._set(self._checked(override))
+
+    def _checked(self, override: Override | None) -> dict[str, list[Any]]:
+        """One value per group for each setting in an override, or an error."""
         checked = {}
-        for name, given in override.items():
+        for name, given in (override or {}).items():
             checked[name] = per_group(name, given, len(self.param_groups), self._arity(name))
             self._check_override(name, checked[name])
-        for name, values in checked.items():
+        return checked
+
+    def _set(self, settings: Mapping[str, Sequence[Any]]) -> None:
+        for name, values in settings.items():
             for group, value in zip(self.param_groups, values, strict=True):
                 group[name] = value
 
@@ -455,7 +474,7 @@ def check_loss(loss: Any) -> None:
                 "the loss as a tensor straight from fmodel's output, with gradients enabled.",
             )
         )
-    if not torch._C._functorch.is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
+    if not is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
         raise InnerLoopError(
             four_part(
                 "The loss is NaN.",
@@ -492,16 +511,9 @@ def _index_of(param: Tensor, index: Mapping[int, int], group: int, position: int
     return found
 
 
-def _parameter_names(fmodel: Any, count: int) -> list[str]:
-    if isinstance(fmodel, Patched):
-        names = {id(p): name for name, p in fmodel.named_parameters()}
-        present = fmodel.fast_params or []
-        if len(present) == count:
-            return [names.get(id(p), str(i)) for i, p in enumerate(present)]
-    return [str(i) for i in range(count)]
-
-
 def _moved(state: Any, device: Any) -> Any:
+    if not state:
+        return {}
     return _tree.map(
         lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, dict(state)
     )

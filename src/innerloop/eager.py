@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from innerloop.diffopt import BY_CLASS, DifferentiableOptimizer, GradCallback, Override, class_for
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.fmodel import patched
-from innerloop.functional import check, named_parameters, unwrapped
+from innerloop.fmodel import patched, reference_params
+from innerloop.functional import parameters_of, survey
 from innerloop.optim import FAMILIES
 from innerloop.optim._from_torch import family_of
 from innerloop.optim._settings import per_group
@@ -39,13 +39,13 @@ def monkeypatch(
     >>> fmodel(torch.tensor([[2.0, 3.0]]))
     tensor([[5.]])
     """
-    check(module)
-    own = [p for _, p in named_parameters(unwrapped(module))]
+    originals = survey(module)
+    own = parameters_of(originals)
     if copy_initial_weights:
         weights = [_leaf(p, device) for p in own]
     else:
         weights = [p.clone() if device is None else p.clone().to(device) for p in own]
-    return patched(module, weights, device, track_higher_grads)
+    return patched(originals, weights, device, track_higher_grads)
 
 
 def _leaf(param: Tensor, device: Device) -> Tensor:
@@ -91,7 +91,7 @@ def innerloop_ctx(
         fmodel,
         get_diff_optim(
             opt,
-            [p for _, p in named_parameters(unwrapped(model))],
+            reference_params(fmodel),
             fmodel=fmodel,
             device=device,
             override=override,
@@ -166,7 +166,7 @@ def create_diff_optim(
                 )
             )
         params = fmodel.parameters()
-    given = list(params)
+    given = list(params or [])
     grouped = bool(given) and isinstance(given[0], dict)
     groups: list[dict[str, Any]] = given if grouped else [{"params": given}]
     stand_ins: list[dict[str, Any]] = []
@@ -291,7 +291,8 @@ def apply_trainable_opt_params(opt: torch.optim.Optimizer, override: Override) -
 
 def _written(name: str, value: Any, target: Any) -> Any:
     if isinstance(target, list | tuple):
-        values = list(value)
+        several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
+        values = list(value) if several else []
         if len(values) == len(target):
             return type(target)(_written(name, v, t) for v, t in zip(values, target, strict=True))
     elif isinstance(target, Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,9 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop._kernels import twice_differentiable
+from innerloop._kernels import guarded_methods, own_methods, twice_differentiable
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import Rebinder, Replicator, check, named_parameters, unwrapped
+from innerloop.functional import (
+    Rebinder,
+    Replicator,
+    as_plain,
+    derived,
+    named_parameters,
+    original,
+    parameters_of,
+    survey,
+    unwrapped,
+)
 
 _NODE = "_innerloop"
 
@@ -40,6 +49,8 @@ class Core:
         self.weights: list[Tensor] | None = None
         self.history: list[list[Tensor]] | None = None
         self.moved = False
+        self.task = _graph_task()
+        """The backward pass in which the weights moved last; -1 outside of any."""
         self.versions: dict[int, nn.Module] = {}
         self.handles: list[weakref.ref[nn.Module]] = []
         self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
@@ -64,6 +75,7 @@ class Core:
         ):
             return
         self.moved = self.moved or self.weights is not None
+        self.task = _graph_task()
         self.weights = weights
         for places, weight in zip(self.places, weights, strict=True):
             for owner, name in places:
@@ -116,17 +128,18 @@ class Core:
         return version
 
     def _rebind_special(
-        self, i: int, attributes: dict[str, Any], module_of: Callable[[int], nn.Module | None]
+        self, i: int, attributes: dict[str, Any], module_of: Callable[[nn.Module], nn.Module | None]
     ) -> None:
         rebind = Rebinder(module_of, self._tensor_of)
         for name, value in self.special[i].items():
             attributes[name] = rebind(value)
 
-    def _handle_of(self, original: int) -> nn.Module | None:
-        return self.handles[self.index[original]]() if original in self.index else None
+    def _handle_of(self, module: nn.Module) -> nn.Module | None:
+        index = self.index.get(id(unwrapped(module)))
+        return None if index is None else self.handles[index]()
 
-    def _version_of(self, original: int) -> nn.Module | None:
-        handle = self._handle_of(original)
+    def _version_of(self, module: nn.Module) -> nn.Module | None:
+        handle = self._handle_of(module)
         return None if handle is None else self.version(handle)
 
     def _tensor_of(self, original: int) -> Tensor | None:
@@ -275,7 +288,9 @@ class Patched(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         core = _core(self)
         below = {id(weight) for weight in super().parameters(recurse)}
-        core.record([fn(w) if id(w) in below else w for w in core.weights or []])
+        core.show([fn(w) if id(w) in below else w for w in core.weights or []])
+        if core.history and core.weights is not None:
+            core.history[-1] = core.weights
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -302,15 +317,15 @@ def _no_history(what: str) -> str:
     )
 
 
-def _position(core: Core, owner: dict[str, Tensor | None], name: str) -> int | None:
+def _position(core: Core, owner: Any, name: str) -> int | None:
     for i, places in enumerate(core.places):
         if any(d is owner and n == name for d, n in places):
             return i
     return None
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _graph_task() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: Any) -> Any:
@@ -318,7 +333,7 @@ def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: A
         params = kwargs.pop("params")
         if params is not None:
             core.show(list(params))
-    if core.moved and _in_backward():
+    if core.moved and _graph_task() not in (-1, core.task):
         raise InnerLoopError(
             four_part(
                 "A patched model was called during a backward pass, after its weights had moved.",
@@ -340,7 +355,7 @@ def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: A
 
 @functools.cache
 def _class_takes_params(kind: type) -> bool:
-    return "params" in inspect.signature(_original(kind).forward).parameters
+    return "params" in inspect.signature(original(kind).forward).parameters
 
 
 def _takes_params(kind: type, own: Any) -> bool:
@@ -353,23 +368,11 @@ def _takes_params(kind: type, own: Any) -> bool:
 # Classes. One of each kind for every class of the user's, made once. ----------------------------
 
 
-def _original(kind: type) -> type[nn.Module]:
-    return getattr(kind, "_innerloop_original", kind)
-
-
 @functools.cache
 def _handle_class(kind: type[nn.Module]) -> type[nn.Module]:
-    namespace: dict[str, Any] = {"_innerloop_original": kind, "__module__": kind.__module__}
-    for base in reversed(kind.__mro__):
-        if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
-            continue
-        for name, member in vars(base).items():
-            if type(member) is types.FunctionType and not name.startswith("__"):
-                namespace[name] = _on_version(name, member)
-    for name in vars(Patched):
-        if not name.startswith("__"):
-            namespace.pop(name, None)
-    return types.new_class(kind.__name__, (Patched, kind), {}, lambda ns: ns.update(namespace))
+    ours = vars(Patched)
+    methods = {n: _on_version(n, m) for n, m in own_methods(kind).items() if n not in ours}
+    return derived(kind, Patched, methods)
 
 
 def _on_version(name: str, member: Any) -> Any:
@@ -379,8 +382,7 @@ def _on_version(name: str, member: Any) -> Any:
         if core.weights is None:
             return member(self, *args, **kwargs)
         version = core.version(self)
-        with twice_differentiable:
-            result = getattr(version, name)(*args, **kwargs)
+        result = getattr(version, name)(*args, **kwargs)
         return self if result is version else result
 
     return method
@@ -401,27 +403,32 @@ class Version(nn.Module):
                 node: Node = vars(handle)[_NODE]
                 node.core.special.get(node.index, {}).pop(name, None)
 
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        handle = vars(self)[_NODE]()
+        if handle is not None:
+            vars(handle).pop(name, None)
+
 
 @functools.cache
 def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
-    original = _original(kind)
-    namespace = {"_innerloop_original": original, "__module__": original.__module__}
-    return types.new_class(
-        original.__name__, (Version, original), {}, lambda ns: ns.update(namespace)
-    )
+    return derived(original(kind), Version, guarded_methods(original(kind)))
 
 
 # Making one, and turning it back. ---------------------------------------------------------------
 
 
 def patched(
-    module: nn.Module,
+    originals: Sequence[nn.Module],
     weights: Sequence[Tensor] | None,
     device: torch.device | str | None = None,
     track: bool = True,
 ) -> Any:
-    """Handles for a module tree, with these initial weights; ``None`` gives it none of its own."""
-    if isinstance(module, Patched):
+    """Handles for a module tree, with these initial weights; ``None`` gives it none of its own.
+
+    ``originals`` are all modules of the tree, as :func:`innerloop.functional.survey` finds them.
+    """
+    if isinstance(originals[0], Patched):
         raise InnerLoopError(
             four_part(
                 "You patched a patched model.",
@@ -430,10 +437,7 @@ def patched(
                 "monkeypatch(model), with the model it was made from.",
             )
         )
-    check(module)
-    root = unwrapped(module)
-    own = [parameter for _, parameter in named_parameters(root)]
-    originals = [unwrapped(m) for m in _modules(root)]
+    own = parameters_of(originals)
     start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
     buffers = {
         id(b): b.detach().clone() if device is None else b.detach().clone().to(device)
@@ -442,19 +446,19 @@ def patched(
         if b is not None
     }
     replicator = Replicator(start, buffers)
-    handle = replicator.copy(root, _handle_class)
+    handle = replicator.copy(originals, _handle_class)
     core = Core(originals, track)
     core.buffers = buffers
     core.param_index = {id(p): i for i, p in enumerate(own)}
     core.places = [[] for _ in own]
-    for i, original in enumerate(originals):
-        copy = replicator.copies[id(original)]
+    for i, source in enumerate(originals):
+        copy = replicator.copies[id(source)]
         vars(copy)[_NODE] = Node(core, i)
         core.handles.append(weakref.ref(copy))
-        if id(original) in replicator.special:
-            core.special[i] = replicator.special[id(original)]
+        if id(source) in replicator.special:
+            core.special[i] = replicator.special[id(source)]
         owner = vars(copy)["_parameters"]
-        for name, parameter in original._parameters.items():
+        for name, parameter in source._parameters.items():
             if parameter is not None:
                 core.places[core.param_index[id(parameter)]].append((owner, name))
     if weights is not None:
@@ -462,40 +466,20 @@ def patched(
     return handle
 
 
-def _modules(root: nn.Module) -> list[nn.Module]:
-    found: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module) -> None:
-        module = unwrapped(module)
-        if id(module) not in found:
-            found[id(module)] = module
-            for child in module._modules.values():
-                if child is not None:
-                    visit(child)
-
-    visit(root)
-    return list(found.values())
-
-
 def as_module(handle: nn.Module) -> nn.Module:
     """An ordinary module of the original class with copies of the present weights and buffers."""
-    copies: dict[int, Tensor] = {}
-    weights: dict[int, Tensor] = {}
-    for module in _modules(handle):
-        for weight in module._parameters.values():
-            if weight is not None and id(weight) not in weights:
-                weights[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in copies:
-                copies[id(buffer)] = buffer.detach().clone()
-    plain = Replicator(weights, copies).copy(handle, _original)
-    for module in _modules(plain):
+    plain = as_plain(handle)
+    for module in plain.modules():
         vars(module).pop(_NODE, None)
     return plain
 
 
 def _restored(module: nn.Module, track: bool) -> Any:
-    weights = [
-        p.detach().clone().requires_grad_(p.requires_grad) for _, p in named_parameters(module)
-    ]
-    return patched(module, weights, track=track)
+    originals = survey(module)
+    weights = [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters_of(originals)]
+    return patched(originals, weights, track=track)
+
+
+def reference_params(fmodel: nn.Module) -> list[Tensor]:
+    """The parameters of the module that a patched model stands for."""
+    return parameters_of(_core(fmodel).originals)

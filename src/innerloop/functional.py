@@ -7,17 +7,20 @@ submodule then see the weights it was given, at native speed; the original is on
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._kernels import ExactWeightNorm, exact_forward, twice_differentiable
+from innerloop._kernels import ExactWeightNorm, exact_forward, guarded_methods
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -29,8 +32,8 @@ class Functional:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        survey(module)
         self.module = unwrapped(module)
-        check(self.module)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -61,13 +64,12 @@ class Functional:
         if unknown:
             raise InnerLoopError(_unknown_names("buffers", unknown, list(own_buffers)))
         copies = {key: tensor.detach().clone() for key, tensor in chosen.items()}
-        return Replicator(weights, copies).copy(self.module)
+        return Replicator(weights, copies).copy(survey(self.module), exact_class)
 
     def __call__(
         self, params: Mapping[str, Tensor] | Sequence[Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
-        with twice_differentiable:
-            return self.bind(params)(*args, **kwargs)
+        return self.bind(params)(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"functional({type(self.module).__name__})"
@@ -89,17 +91,25 @@ def functional(module: nn.Module) -> Functional:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrapper of ``torch.compile``, DataParallel or its distributed kin."""
-    while True:
-        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        else:
-            return module
+    inner = _wraps(type(module))
+    while inner is not None:
+        module = module._modules[inner]  # type: ignore[assignment]
+        inner = _wraps(type(module))
+    return module
 
 
-def check(root: nn.Module) -> None:
-    """Refuse what has no replica, before any work is done."""
+@functools.cache
+def _wraps(kind: type) -> str | None:
+    """The name under which a wrapper class keeps its module."""
+    if issubclass(kind, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return "module"
+    # By name: importing torch._dynamo takes as long as importing torch.
+    compiled = any(b.__module__ == "torch._dynamo.eval_frame" for b in kind.__mro__)
+    return "_orig_mod" if compiled else None
+
+
+def survey(root: nn.Module) -> list[nn.Module]:
+    """All modules of a tree, each once, wrappers left out. Refuses what has no replica."""
     if not isinstance(root, nn.Module):
         raise InnerLoopError(
             four_part(
@@ -109,26 +119,49 @@ def check(root: nn.Module) -> None:
                 "class Model(torch.nn.Module): ...",
             )
         )
-    for name, module in root.named_modules():
+    found: dict[int, nn.Module] = {}
+    _visit(unwrapped(root), found)
+    for module in found.values():
         if isinstance(module, torch.jit.ScriptModule):
             raise InnerLoopError(
                 four_part(
-                    f"The module {name or 'you gave'!r} is a ScriptModule.",
+                    f"The module {_path(root, module)} is a ScriptModule.",
                     "a module written in Python.",
                     "a compiled script owns its weights and does not take others.",
                     "the module as it was before torch.jit.script or torch.jit.trace.",
                 )
             )
-        for weight, parameter in module._parameters.items():
-            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, UninitializedTensorMixin):
                 raise InnerLoopError(
                     four_part(
-                        f"The lazy module {name or type(module).__name__!r} has no {weight!r} yet.",
+                        f"The lazy module {_path(root, module)} has no {name!r} yet.",
                         "a module whose weights have shapes.",
                         "a lazy module makes its weights in its first call.",
                         "model(example_input) once before.",
                     )
                 )
+    return list(found.values())
+
+
+def _visit(module: nn.Module, found: dict[int, nn.Module]) -> None:
+    if id(module) in found:
+        return
+    found[id(module)] = module
+    for child in module._modules.values():
+        if child is not None:
+            _visit(unwrapped(child), found)
+
+
+def _path(root: nn.Module, wanted: nn.Module) -> str:
+    paths = [name for name, module in root.named_modules() if module is wanted]
+    return repr(paths[0] if paths and paths[0] else type(wanted).__name__)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Each parameter of these modules once, in the order of ``root.parameters()``."""
+    found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    return list(found.values())
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -211,28 +244,20 @@ class Replicator:
         """Attributes that refer into the tree, by module: they differ in every replica."""
 
     def copy(
-        self, root: nn.Module, class_of: Callable[[type[nn.Module]], type[nn.Module]] | None = None
+        self,
+        sources: Sequence[nn.Module],
+        class_of: Callable[[type[nn.Module]], type[nn.Module]],
     ) -> nn.Module:
-        order: list[tuple[nn.Module, nn.Module]] = []
-        copied = self._allocate(root, order, class_of)
-        rebind = Rebinder(self.copies.get, self.tensors.get)
-        for source, target in order:
-            self._fill(source, target, rebind)
-        return copied
+        """A copy of the first of these modules; the others are all that is below it."""
+        for source in sources:
+            self.copies[id(source)] = object.__new__(class_of(type(source)))
+        rebind = Rebinder(self._copy_of, self.tensors.get)
+        for source in sources:
+            self._fill(source, self.copies[id(source)], rebind)
+        return self.copies[id(sources[0])]
 
-    def _allocate(self, module: nn.Module, order: list[Any], class_of: Any) -> nn.Module:
-        source = unwrapped(module)
-        target = self.copies.get(id(source))
-        if target is None:
-            kind = type(source) if class_of is None else class_of(type(source))
-            target = object.__new__(kind)
-            self.copies[id(source)] = target
-            order.append((source, target))
-            for child in source._modules.values():
-                if child is not None:
-                    self._allocate(child, order, class_of)
-        self.copies[id(module)] = target
-        return target
+    def _copy_of(self, module: nn.Module) -> nn.Module | None:
+        return self.copies.get(id(unwrapped(module)))
 
     def _fill(self, source: nn.Module, target: nn.Module, rebind: Rebinder) -> None:
         attributes = dict(vars(source))
@@ -243,7 +268,7 @@ class Replicator:
                 for name, tensor in attributes[kind].items()
             }
         attributes["_modules"] = {
-            name: None if child is None else copies[id(child)]
+            name: None if child is None else copies[id(unwrapped(child))]
             for name, child in attributes["_modules"].items()
         }
         attributes["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
@@ -263,9 +288,10 @@ class Replicator:
             if rebind.special:
                 self.special.setdefault(id(source), {})[name] = value
         object.__setattr__(target, "__dict__", attributes)
-        replaced = exact_forward(target) if "forward" not in attributes else None
-        if replaced is not None:
-            attributes["forward"] = replaced
+        if "forward" not in attributes:
+            replaced = exact_forward(original(type(source)), target)
+            if replaced is not None:
+                attributes["forward"] = replaced
 
 
 def _exact(hook: Any) -> Any:
@@ -275,13 +301,13 @@ def _exact(hook: Any) -> Any:
 class Rebinder:
     """Carries a value over into a replica: what refers into the original tree refers into the new.
 
-    Mutable containers are copied, so that the replica can write to its own. ``special`` is set when
-    something in the value was rebound.
+    Containers and tensors are copied, so that the replica can write to its own; other objects are
+    copied only if they lead into the tree. ``special`` is set when something was rebound.
     """
 
     def __init__(
         self,
-        module_of: Callable[[int], nn.Module | None],
+        module_of: Callable[[nn.Module], nn.Module | None],
         tensor_of: Callable[[int], Tensor | None],
     ) -> None:
         self.module_of = module_of
@@ -290,20 +316,23 @@ class Rebinder:
         self.seen: dict[int, tuple[Any, Any, bool]] = {}
 
     def __call__(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
+        if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):
-            return self._mapped(value, self.module_of(id(value)))
-        if isinstance(value, Tensor):
-            return self._mapped(value, self.tensor_of(id(value)))
+            return self._mapped(value, self.module_of(value))
         if id(value) in self.seen:
             _, new, special = self.seen[id(value)]
             self.special |= special
             return new
+        if isinstance(value, Tensor):
+            new = self.tensor_of(id(value))
+            if new is None:
+                new = value if value.requires_grad else value.detach().clone()
+                self.seen[id(value)] = (value, new, False)
+                return new
+            return self._mapped(value, new)
         outer, self.special = self.special, False
-        self.seen[id(value)] = (value, value, False)
-        new = self._compound(value, kind)
+        new = self._compound(value)
         self.seen[id(value)] = (value, new, self.special)
         self.special |= outer
         return new
@@ -314,68 +343,122 @@ class Rebinder:
         self.special = True
         return new
 
-    def _compound(self, value: Any, kind: type) -> Any:
-        if kind in (list, deque, set):
-            return kind(map(self, value)) if value else kind()
-        if isinstance(value, tuple):
+    def _compound(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, list | dict | set | deque):
+            return self._mutable(value)
+        if isinstance(value, tuple | frozenset):
             items = [self(item) for item in value]
             if not self.special:
                 return value
             return kind(*items) if hasattr(value, "_fields") else kind(items)
-        if kind in (dict, OrderedDict):
-            return kind((key, self(item)) for key, item in value.items())
+        self.seen[id(value)] = (value, value, False)
         if kind is types.MethodType:
-            owner = self(value.__self__)
-            return types.MethodType(value.__func__, owner) if self.special else value
+            owner, function = self(value.__self__), self(value.__func__)
+            return types.MethodType(function, owner) if self.special else value
         if kind is functools.partial:
             return self._partial(value)
         if kind is types.FunctionType:
             return self._function(value)
+        if kind is weakref.ref:
+            target = self(value())
+            return weakref.ref(target) if self.special else value
         return self._object(value)
+
+    def _mutable(self, value: Any) -> Any:
+        new = copy.copy(value)
+        self.seen[id(value)] = (value, new, False)
+        if all(type(item) in _PLAIN for item in value) and not isinstance(value, dict):
+            return new
+        new.clear()
+        if isinstance(value, dict):
+            for key, item in value.items():
+                new[self(key)] = self(item)
+        elif isinstance(value, set):
+            new.update(map(self, value))
+        else:
+            new.extend(map(self, value))
+        return new
 
     def _partial(self, value: functools.partial) -> Any:
         function = self(value.func)
         args = [self(arg) for arg in value.args]
         kwargs = {key: self(arg) for key, arg in value.keywords.items()}
+        attributes = {key: self(item) for key, item in vars(value).items()}
         if not self.special:
             return value
         new = functools.partial(function, *args, **kwargs)
-        new.__dict__.update({key: self(item) for key, item in vars(value).items()})
+        new.__dict__.update(attributes)
         return new
 
     def _function(self, value: types.FunctionType) -> Any:
-        if not value.__closure__:
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             return value
-        cells = []
-        for cell in value.__closure__:
-            try:
-                cells.append(types.CellType(self(cell.cell_contents)))
-            except ValueError:  # a cell that is still empty
-                cells.append(cell)
-        if not self.special:
-            return value
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
         new = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+            value.__code__, value.__globals__, value.__name__, self(value.__defaults__), cells
         )
-        new.__kwdefaults__ = value.__kwdefaults__
+        new.__kwdefaults__ = self(value.__kwdefaults__)
         new.__dict__.update(vars(value))
-        return new
+        self.seen[id(value)] = (value, new, False)
+        for cell, old in zip(cells, value.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self(old.cell_contents)
+            except ValueError:  # a cell that is still empty
+                continue
+        return new if self.special else value
 
     def _object(self, value: Any) -> Any:
-        """A plain object that directly holds a part of the tree is copied and rebound."""
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict) or isinstance(value, type | types.ModuleType):
+        """A plain object that leads into the tree is copied and rebound."""
+        if isinstance(value, type | types.ModuleType | torch.Generator | nn.Module):
             return value
-        if not any(self._refers(item) for item in attributes.values()):
+        names = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ())]
+        attributes = dict(getattr(value, "__dict__", None) or {})
+        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+        if not attributes or isinstance(value, types.BuiltinMethodType):
+            return value
+        rebound = {name: self(item) for name, item in attributes.items()}
+        if not self.special:
             return value
         new = object.__new__(type(value))
-        new.__dict__.update({key: self(item) for key, item in attributes.items()})
-        self.special = True
+        for name, item in rebound.items():
+            object.__setattr__(new, name, item)
         return new
 
-    def _refers(self, item: Any) -> bool:
-        if isinstance(item, nn.Module):
-            return self.module_of(id(item)) is not None
-        if isinstance(item, Tensor):
-            return self.tensor_of(id(item)) is not None
-        return isinstance(item, types.MethodType) and self._refers(item.__self__)
+
+class Exact(nn.Module):
+    """Mixed into the classes of a replica whose methods choose kernels of their own."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the hooks for subclasses of the user's classes from running for a replica."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_plain, (as_plain(self),)
+
+
+@functools.cache
+def exact_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class itself, or one like it whose methods use kernels with second derivatives."""
+    return derived(kind, Exact, guarded_methods(kind)) if guarded_methods(kind) else kind
+
+
+def derived(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
+    """A class that passes for ``kind``, with a mixin before it."""
+    body = {**namespace, "__module__": kind.__module__, "_innerloop_original": original(kind)}
+    return types.new_class(kind.__name__, (mixin, kind), {}, lambda space: space.update(body))
+
+
+def original(kind: type) -> type[nn.Module]:
+    """The user's class behind a derived one."""
+    return getattr(kind, "_innerloop_original", kind)
+
+
+def as_plain(module: nn.Module) -> nn.Module:
+    """An ordinary module of the original classes with copies of the weights and buffers."""
+    weights: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    for _, weight in _named(module, "_parameters"):
+        weights[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    for _, buffer in _named(module, "_buffers"):
+        buffers[id(buffer)] = buffer.detach().clone()
+    return Replicator(weights, buffers).copy(survey(module), original)

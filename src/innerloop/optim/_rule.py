@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,16 +67,18 @@ class Rule:
         """The state before the first step; where the optimizer was warm, its state."""
         leaves, _ = _tree.flatten(params)
         sizes = self._sizes(leaves)
-        group_of = [g for g, size in enumerate(sizes) for _ in range(size)]
+        group_of = [
+            group for group, size in zip(self.groups, sizes, strict=True) for _ in range(size)
+        ]
+        found = [self._slots_of(i, leaf, group_of[i]) for i, leaf in enumerate(leaves)]
         blocks: dict[Any, list[int]] = {}
         for index, param in enumerate(leaves):
-            blocks.setdefault(
-                self._block_key(index, param, self.groups[group_of[index]]), []
-            ).append(index)
+            key = self._block_key(index, param, group_of[index], found[index])
+            blocks.setdefault(key, []).append(index)
         state = []
         for members in blocks.values():
             owners = members[:1] if self.family.layout == "whole" else members
-            each = [self._slots_of(i, leaves[i], self.groups[group_of[i]]) for i in owners]
+            each = [found[i] for i in owners]
             _share_equal_scalars(self.family, each)
             slots = _pack_slots(self.family, each, [leaves[i] for i in owners])
             state.append(Block(tuple(members), slots))
@@ -142,7 +143,7 @@ class Rule:
             )
         return sizes
 
-    def _block_key(self, index: int, param: Tensor, group: Group) -> Any:
+    def _block_key(self, index: int, param: Tensor, group: Group, slots: Slots) -> Any:
         if self.family.layout == "tensor":
             return index
         if self.family.layout == "whole":
@@ -151,8 +152,7 @@ class Rule:
             # Alone, because [parameters] and [elements] could not be told from each other.
             return index
         options = tuple(group.get(name, default) for name, default in self.family.options.items())
-        slots = tuple(sorted(self._slots_of(index, param, group)))
-        return param.dtype, param.device, options, slots
+        return param.dtype, param.device, options, tuple(sorted(slots))
 
     def _slots_of(self, index: int, param: Tensor, group: Group) -> Slots:
         if self.family.real_only and param.is_complex():
@@ -317,20 +317,21 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _spreader(flat: Tensor, tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
     count = len(tensors)
+    owner: list[Tensor] = []
 
     def spread(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != (count,) or count in (1, flat.numel()):
             return value
-        sizes = tuple(real(tensor).numel() for tensor in tensors)
+        if not owner:
+            owner.append(_owner([real(tensor).numel() for tensor in tensors], flat.device))
         if value.is_floating_point():
             value = value.to(flat.dtype if flat.dtype.itemsize >= 4 else torch.float32)
-        return value.to(flat.device)[_owner(sizes, flat.device)]
+        return value.to(flat.device)[owner[0]]
 
     return spread
 
 
-@lru_cache(maxsize=64)
-def _owner(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _owner(sizes: list[int], device: torch.device) -> Tensor:
     """For each element of a block, the position of the parameter it belongs to."""
     repeats = torch.tensor(sizes, device=device)
     owners = torch.arange(len(sizes), device=device)

@@ -36,11 +36,14 @@ def merged(
     return new
 
 
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
 def check_name(family: Family, name: str) -> None:
     if name in family.settings:
         return
     known = ", ".join(family.settings)
-    if name in family.options:
+    if name in family.options or name in _FLAGS:
         raise InnerLoopError(
             four_part(
                 f"You gave a value for {name!r}, an option of {family.name}.",

@@ -13,6 +13,7 @@ from innerloop.compat.higher import utils as _utils
 from innerloop.eager import monkeypatch as monkeypatch
 from innerloop.fmodel import Patched
 from innerloop.fmodel import patched as _patched_module
+from innerloop.functional import survey as _survey
 from innerloop.functional import unwrapped as _unwrapped
 
 _MonkeyPatchBase = Patched
@@ -26,7 +27,7 @@ _EncapsulatorType = Callable[[Any, nn.Module], None] | None
 
 def make_functional(module: nn.Module, encapsulator: _EncapsulatorType = None) -> Any:
     """A patched module without weights of its own; give them as ``fmodule(x, params=...)``."""
-    fmodule = _patched_module(module, None)
+    fmodule = _patched_module(_survey(module), None)
     if encapsulator is not None:
         encapsulator(fmodule, module)
     return fmodule
