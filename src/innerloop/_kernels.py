@@ -133,7 +133,7 @@ def exact_forward(kind: type[nn.Module], module: nn.Module) -> Callable[..., obj
     ``kind`` is the user's class of ``module``, which may itself be of a class derived from it.
     """
     if kind is _WeightNorm:
-        return functools.partial(_exact_weight, module.dim)
+        return functools.partial(_exact_weight, vars(module)["dim"])
     if isinstance(module, nn.RNNBase) and _on_cuda(module):
         return functools.partial(recurrent_forward, module)
     return None

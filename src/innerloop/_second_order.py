@@ -104,6 +104,9 @@ def _op_of(node: Any) -> str:
 
     A dead end does not tell its operation but in the error it raises, so it is made to raise it.
     """
+    custom = getattr(type(node), "_forward_cls", None)
+    if custom is not None:
+        return custom.__name__
     if node.name() not in ("torch::autograd::NotImplemented", "torch::autograd::Error"):
         words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"(Backward0?)+$", "", node.name()))
         return "_".join(words).lower() or node.name()

@@ -406,7 +406,7 @@ class RuleOptimizer(DifferentiableOptimizer):
         grads = [g for group in grouped_grads for g in group]
         sizes = [len(group["params"]) for group in self.param_groups]
         if self._packed is None:
-            warm = tuple(_read(self.family, slots) for slots in self._flat_state())
+            warm = tuple(self.family.read(dict(slots)) for slots in self._flat_state())
             self._packed = Rule(self.family, tuple(self.param_groups), tuple(sizes), warm).init(
                 params
             )
@@ -441,15 +441,6 @@ def _renewed(weight: Tensor) -> Tensor:
     same = weight.view_as(weight)
     setattr(same, _SAME_AS, weight)
     return same
-
-
-def _read(family: Family, slots: Mapping[str, Any]) -> dict[str, Any]:
-    return family.read({k: _as_double(v) for k, v in slots.items()})
-
-
-def _as_double(value: Any) -> Any:
-    scalar = isinstance(value, Tensor) and value.dim() == 0
-    return value.to(torch.float64) if scalar and value.device.type != "mps" else value
 
 
 def check_loss(loss: Any) -> None:

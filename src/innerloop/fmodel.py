@@ -55,6 +55,7 @@ class Core:
         self.handles: list[weakref.ref[nn.Module]] = []
         self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
         self.special: dict[int, dict[str, Any]] = {}
+        self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
         self.param_index: dict[int, int] = {}
         self.buffers: dict[int, Tensor] = {}
 
@@ -125,6 +126,10 @@ class Core:
         object.__setattr__(version, "__dict__", attributes)
         if node.index in self.special:
             self._rebind_special(node.index, attributes, self._version_of)
+        for name, key, hook in self.special_hooks.get(node.index, ()):
+            if key in attributes[name]:
+                attributes[name] = attributes[name].copy()
+                attributes[name][key] = Rebinder(self._version_of, self._tensor_of)(hook)
         return version
 
     def _rebind_special(
@@ -457,6 +462,8 @@ def patched(
         core.handles.append(weakref.ref(copy))
         if id(source) in replicator.special:
             core.special[i] = replicator.special[id(source)]
+        if id(source) in replicator.special_hooks:
+            core.special_hooks[i] = replicator.special_hooks[id(source)]
         owner = vars(copy)["_parameters"]
         for name, parameter in source._parameters.items():
             if parameter is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop._kernels import ExactWeightNorm, exact_forward, guarded_methods
@@ -132,7 +132,7 @@ def survey(root: nn.Module) -> list[nn.Module]:
                 )
             )
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, UninitializedTensorMixin):
+            if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
                 raise InnerLoopError(
                     four_part(
                         f"The lazy module {_path(root, module)} has no {name!r} yet.",
@@ -242,6 +242,8 @@ class Replicator:
         self.copies: dict[int, nn.Module] = {}
         self.special: dict[int, dict[str, Any]] = {}
         """Attributes that refer into the tree, by module: they differ in every replica."""
+        self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
+        """Hooks that do, as (which hooks, key, hook)."""
 
     def copy(
         self,
@@ -273,12 +275,12 @@ class Replicator:
         }
         attributes["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
         for name in _HOOKS:
-            hooks = attributes[name]
-            attributes[name] = (
-                OrderedDict((key, _exact(rebind(hook))) for key, hook in hooks.items())
-                if hooks
-                else OrderedDict()
-            )
+            hooks, attributes[name] = attributes[name], OrderedDict()
+            for key, hook in hooks.items():
+                rebind.special = False
+                attributes[name][key] = _exact(rebind(hook))
+                if rebind.special:
+                    self.special_hooks.setdefault(id(source), []).append((name, key, hook))
         attributes.pop("_compiled_call_impl", None)
         for name, value in attributes.items():
             if name in _INTERNAL or type(value) in _PLAIN:
