@@ -362,6 +362,13 @@ class Record:
     layers: list[nn.Module] = field(default_factory=list)
 
 
+def circle(layer: nn.Module, weight: Tensor) -> Holder:
+    """Two objects that know each other."""
+    one, other = Holder(m=layer), Holder(w=weight)
+    one.other, other.other = other, one
+    return one
+
+
 Pair = namedtuple("Pair", ["layer", "weight"])
 
 
@@ -404,6 +411,7 @@ REFERENCES = {
         lambda m, w: [Holder(part=m), Holder(part=w)],
         lambda held: [one.part for one in held],
     ),
+    "objects_in_a_circle": (circle, lambda held: (held.other.other.m, held.other.w)),
     "frozen_dataclass": (lambda m, w: Record([m, w]), lambda held: held.layers),
     "bound_method": (lambda m, w: [m.forward, w], lambda held: held),
     "partial": (

@@ -511,6 +511,17 @@ def test_an_operation_without_second_derivative_is_enough_for_first_order(name):
     assert relative_error(flat(p.grad for p in model.parameters()), expected) < 1e-12
 
 
+def test_a_dead_end_is_found_though_it_was_harmless_before():
+    loop = Loop(copy_initial_weights=False)
+    x, others = torch.randn(5, 2), torch.randn(2, 3, requires_grad=True)
+    apart = torch.cdist(others, torch.ones(2, 3)).mean()
+    loop.diffopt.step(loop.loss(loop.fmodel) + apart)
+    loop.diffopt.step(torch.cdist(loop.fmodel.first(x), torch.ones(2, 3)).mean())
+    with pytest.raises(il.RequirementError) as caught:
+        loop.loss(loop.fmodel).backward()
+    assert_four_parts(caught.value, "cdist", "'first.")
+
+
 def test_a_dead_end_that_no_meta_gradient_crosses_is_no_error():
     """Weights that were trained so are fine, as long as only the later steps are differentiated."""
     loop = Loop()

@@ -96,6 +96,19 @@ def test_what_a_forward_writes_stays_in_the_patched_model(name, update):
     assert model.kept == before
 
 
+def test_a_long_chain_of_objects_in_an_attribute():
+    class Link:
+        def __init__(self, following):
+            self.following = following
+
+    model, x = Net(), torch.randn(4, 2)
+    for _ in range(5000):
+        model.chain = Link(getattr(model, "chain", None))
+    fmodel = il.monkeypatch(model)
+    assert torch.equal(fmodel(x), model(x))
+    assert torch.equal(il.functional(model)(list(model.parameters()), x), model(x))
+
+
 class Remembers(Net):
     def encode(self, x):
         self.hidden = super().encode(x)

@@ -55,20 +55,39 @@ def guard(
     kinds = {(type(node), node.name()) for node in forward}
     if kinds <= _clean:
         return
-    for node in forward:
+    involved = _leading_to(params, forward, ends)
+    for node in involved:
         if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(_op_of(node), node, params, names))
-    known = set(forward)
     dead = [
         node
-        for node in _nodes([g.grad_fn for g in grads if g is not None], ends | known)
+        for node in _nodes([g.grad_fn for g in grads if g is not None], ends | set(forward))
         if node.name() in _DEAD_ENDS
     ]
     for node in dead:
         message = _message(_op_of(node), node, params, names)
         node.register_prehook(lambda grads, message=message: _refuse(message))
     if not dead:
-        _clean.update(kinds)
+        _clean.update((type(node), node.name()) for node in involved)
+
+
+def _leading_to(params: Sequence[Any], nodes: Sequence[Any], ends: set[Any]) -> list[Any]:
+    """Those nodes from which a weight is reached: only they are differentiated."""
+    leaves = {id(p) for p in params}
+    users: dict[Any, list[Any]] = {}
+    level = []
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                users.setdefault(following, []).append(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            level.append(node)
+    level += [node for node in users if node in ends]
+    involved: dict[Any, None] = {}
+    while level:
+        level = [u for node in level for u in users.get(node, ()) if u not in involved]
+        involved.update(dict.fromkeys(level))
+    return list(involved)
 
 
 def _refuse(message: str) -> None:

@@ -316,6 +316,8 @@ class Rebinder:
         self.tensor_of = tensor_of
         self.special = False
         self.seen: dict[int, tuple[Any, Any, bool]] = {}
+        self.outside: dict[int, Any] = {}
+        """What is known not to lead into the tree."""
 
     def __call__(self, value: Any) -> Any:
         if type(value) in _PLAIN:
@@ -404,28 +406,82 @@ class Rebinder:
         new.__dict__.update(vars(value))
         self.seen[id(value)] = (value, new, False)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            try:
+            if _filled(old):
                 cell.cell_contents = self(old.cell_contents)
-            except ValueError:  # a cell that is still empty
-                continue
         return new if self.special else value
 
     def _object(self, value: Any) -> Any:
         """A plain object that leads into the tree is copied and rebound."""
-        if isinstance(value, type | types.ModuleType | torch.Generator | nn.Module):
-            return value
-        names = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ())]
-        attributes = dict(getattr(value, "__dict__", None) or {})
-        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-        if not attributes or isinstance(value, types.BuiltinMethodType):
-            return value
-        rebound = {name: self(item) for name, item in attributes.items()}
-        if not self.special:
+        if not self._leads_into_the_tree(value):
             return value
         new = object.__new__(type(value))
-        for name, item in rebound.items():
-            object.__setattr__(new, name, item)
+        self.seen[id(value)] = (value, new, True)
+        for name, item in _attributes(value).items():
+            object.__setattr__(new, name, self(item))
+        self.special = True
         return new
+
+    def _leads_into_the_tree(self, value: Any) -> bool:
+        visited: dict[int, Any] = {}
+        waiting = [value]
+        while waiting and len(visited) < _SEARCH_LIMIT:
+            item = waiting.pop()
+            if type(item) in _PLAIN or id(item) in visited or id(item) in self.outside:
+                continue
+            visited[id(item)] = item
+            if isinstance(item, nn.Module):
+                if self.module_of(item) is not None:
+                    return True
+            elif isinstance(item, Tensor):
+                if self.tensor_of(id(item)) is not None:
+                    return True
+            else:
+                waiting.extend(_parts(item))
+        self.outside.update(visited)
+        return False
+
+
+# Enough for the helpers and records people hang on a module; not for a whole data set.
+_SEARCH_LIMIT = 10_000
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if isinstance(value, type | types.ModuleType):
+        return {}
+    slots = [n for base in type(value).__mro__ for n in _slots(base)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    own = getattr(value, "__dict__", None)
+    return found | own if isinstance(own, dict) else found
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [s for s in slots if not s.startswith("__")]
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value refers to directly."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+    if isinstance(value, types.FunctionType):
+        cells = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    return list(_attributes(value).values())
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 class Exact(nn.Module):
