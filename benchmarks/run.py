@@ -92,6 +92,7 @@ def _about(threads: int) -> dict[str, object]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "versions": versions,
     }
 
@@ -130,7 +131,7 @@ def main() -> None:
     if not all(map(importlib.util.find_spec, _NEEDED)):
         _rerun_where_peers_are()
     # Read once, when torch loads its threads. By default they spin while they wait, so that on busy
-    # cores each waits for one that the others keep from running: 20 times slower, for all sides.
+    # cores each waits for one that the others keep from running: some 10 times slower, all sides.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore", module="higher")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

@@ -41,6 +41,10 @@ def _no_slots(params: Tensor, group: Mapping[str, Any]) -> Slots:
     return {}
 
 
+def _never(hyper: Mapping[str, Any]) -> bool:
+    return False
+
+
 def _same(slots: Slots) -> Slots:
     return slots
 
@@ -69,6 +73,9 @@ class Family:
     """Slots that hold one value for a whole parameter; all others have its shape. Settings per
     element make them hold one per element."""
     real_only: bool = False
+    light: Callable[[Mapping[str, Any]], bool] = _never
+    """Whether, with these settings, an update keeps no state and has so few operations that doing
+    it tensor by tensor costs less than packing."""
 
     @property
     def name(self) -> str:

@@ -207,6 +207,12 @@ def step(
         tensors = [params[m] for m in members]
         group = groups[place[members[0]][0]]
         hyper = seen_by_block(family, groups, [place[m] for m in members], tensors, sizes)
+        if family.light(hyper) and not any(_many(value) for value in _components(hyper)):
+            for m in members:
+                alone = _packed(family, moving, [params[m]], [grads[m]], hyper, group, None, params)
+                new[m] = unpack(family.update(alone)[0], [params[m]])[0]
+            new_state.append(moving)
+            continue
         packed = _packed(
             family, moving, tensors, [grads[m] for m in members], hyper, group, evaluate, params
         )
@@ -277,6 +283,10 @@ def _components(hyper: Mapping[str, Any]) -> list[Any]:
     ]
 
 
+def _many(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
 def _per_element(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
@@ -303,16 +313,14 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of :func:`pack`, with the shapes and dtypes of ``like``."""
-    if len(like) == 1:
-        parts: Sequence[Tensor] = [flat.reshape(real(like[0]).shape)]
-    else:
-        parts = flat.split([real(tensor).numel() for tensor in like])
-    return [
-        torch.view_as_complex(part.view(real(tensor).shape))
-        if tensor.is_complex()
-        else part.view(tensor.shape).to(tensor.dtype)
-        for part, tensor in zip(parts, like, strict=True)
-    ]
+    parts = [flat] if len(like) == 1 else flat.split([real(tensor).numel() for tensor in like])
+    return [_restored(part, tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _restored(part: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(part.view(real(like).shape))
+    return (part if part.shape == like.shape else part.view(like.shape)).to(like.dtype)
 
 
 def _spreader(flat: Tensor, tensors: Sequence[Tensor]) -> Callable[[Any], Any]:

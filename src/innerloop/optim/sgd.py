@@ -56,6 +56,10 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     return add_scaled(params, grads, e(-h["lr"])), slots
 
 
+def _light(hyper: Mapping[str, Any]) -> bool:
+    return off(hyper["momentum"])
+
+
 SGD = Family(
     torch_class=torch.optim.SGD,
     settings={"lr": 1, "momentum": 1, "dampening": 1, "weight_decay": 1},
@@ -65,6 +69,7 @@ SGD = Family(
     write=_write,
     scalars=frozenset({"started"}),
     update=_update,
+    light=_light,
 )
 
 
