@@ -13,12 +13,13 @@ PACKAGE = Path(innerloop.__file__).parent
 
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
-CORE = FOUNDATIONS | {"_kernels", "_second_order", "functional", "optim"}
+CORE = FOUNDATIONS | {"nn", "_kernels", "_second_order", "functional", "optim"}
 ALLOWED = {
     "errors": set(),
     "_tree": set(),
     "_numerics": set(),
-    "_kernels": {"errors"},
+    "nn": set(),
+    "_kernels": {"errors", "nn"},
     "_second_order": {"errors"},
     "functional": FOUNDATIONS | {"_kernels"},
     "optim": FOUNDATIONS,

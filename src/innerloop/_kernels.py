@@ -15,6 +15,8 @@ from torch.backends import cuda
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from innerloop.nn.batch_norm import batch_norm_forward
+
 
 class _MathAttention:
     """While any thread is inside, attention runs on the kernels that have a second derivative.
@@ -91,18 +93,43 @@ def own_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def guarded_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Those methods of a class that may call attention, guarded."""
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
+
+
+def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Methods to use in a replica in place of those of a class.
+
+    The user's own are guarded, since they may call attention. Some of torch's forwards have a
+    second derivative that is missing, wrong, or slow; these are replaced.
+    """
     methods = own_methods(kind)
     if issubclass(kind, nn.MultiheadAttention):
         methods.setdefault("forward", kind.forward)
-    return {name: guarded(member) for name, member in methods.items()}
+    exact = {name: guarded(member) for name, member in methods.items()}
+    if kind in _BATCH_NORMS:
+        exact["forward"] = batch_norm_forward
+    elif kind in _RECURRENT:
+        exact["forward"] = _recurrent_forward(kind)
+    elif kind is _WeightNorm:
+        exact["forward"] = _weight_norm_forward
+    return exact
 
 
-def recurrent_forward(module: torch.nn.RNNBase, *args: object, **kwargs: object) -> object:
-    """The module's forward without cuDNN, whose recurrent kernels have no second derivative."""
-    with torch.backends.cudnn.flags(enabled=False):
-        return type(module).forward(module, *args, **kwargs)
+def _recurrent_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The forward without cuDNN, whose recurrent kernels have no second derivative."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not any(p is not None and p.is_cuda for p in self._parameters.values()):
+            return kind.forward(self, *args, **kwargs)
+        with torch.backends.cudnn.flags(enabled=False):
+            return kind.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _weight_norm_forward(self: nn.Module, g: Tensor, v: Tensor) -> Tensor:
+    return normalized(v, g, vars(self)["dim"])
 
 
 def normalized(v: Tensor, g: Tensor, dim: int) -> Tensor:
@@ -125,23 +152,3 @@ class ExactWeightNorm:
     def __call__(self, module: nn.Module, inputs: object) -> None:
         v, g = getattr(module, f"{self.name}_v"), getattr(module, f"{self.name}_g")
         setattr(module, self.name, normalized(v, g, self.dim))
-
-
-def exact_forward(kind: type[nn.Module], module: nn.Module) -> Callable[..., object] | None:
-    """What to run instead of a forward whose second derivative torch lacks or gets wrong.
-
-    ``kind`` is the user's class of ``module``, which may itself be of a class derived from it.
-    """
-    if kind is _WeightNorm:
-        return functools.partial(_exact_weight, vars(module)["dim"])
-    if isinstance(module, nn.RNNBase) and _on_cuda(module):
-        return functools.partial(recurrent_forward, module)
-    return None
-
-
-def _on_cuda(module: nn.Module) -> bool:
-    return any(p is not None and p.is_cuda for p in module._parameters.values())
-
-
-def _exact_weight(dim: int, g: Tensor, v: Tensor) -> Tensor:
-    return normalized(v, g, dim)

@@ -53,9 +53,9 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             [_index_of(p, index, g, i) for i, p in enumerate(group["params"])]
             for g, group in enumerate(other.param_groups)
         ]
-        self.param_groups: list[dict[str, Any]] = [dict(group) for group in other.param_groups]
-        for group in self.param_groups:
-            group["params"] = list(group["params"])
+        self.param_groups: list[dict[str, Any]] = [
+            {name: _own(value) for name, value in group.items()} for group in other.param_groups
+        ]
         self.defaults = dict(other.defaults)
         self._device = device
         self._fmodel = fmodel
@@ -212,6 +212,10 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this optimizer's state and settings into an ordinary one over the same parameters."""
+        self._check_sizes(optimizer)
+        optimizer.load_state_dict(self.state_dict())
+
+    def _check_sizes(self, optimizer: torch.optim.Optimizer) -> None:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise InnerLoopError(
@@ -222,7 +226,6 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
                     "diffopt.write_to(optimizer), with the optimizer it was made from.",
                 )
             )
-        optimizer.load_state_dict(self.state_dict())
 
     # Its parts. ---------------------------------------------------------------------------------
 
@@ -425,7 +428,8 @@ class RuleOptimizer(DifferentiableOptimizer):
         return self.family.settings.get(name, 1)
 
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
-        super().write_to(optimizer)
+        """Put state and settings into an ordinary optimizer, as numbers where it has numbers."""
+        self._check_sizes(optimizer)
         write_state(self.family, optimizer, self._flat_state())
         write_settings(self.family, optimizer, self.param_groups)
 
@@ -500,6 +504,18 @@ def _index_of(param: Tensor, index: Mapping[int, int], group: int, position: int
             )
         )
     return found
+
+
+def _own(value: Any) -> Any:
+    """A setting for this optimizer alone: torch's schedulers write to tensors in place.
+
+    One that requires grad stays the same tensor, so that its gradient reaches it.
+    """
+    if isinstance(value, list):
+        return list(value)
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return value.clone()
+    return value
 
 
 def _moved(state: Any, device: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop._kernels import guarded_methods, own_methods, twice_differentiable
+from innerloop._kernels import exact_methods, own_methods, twice_differentiable
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import (
     Rebinder,
@@ -417,7 +417,7 @@ class Version(nn.Module):
 
 @functools.cache
 def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return derived(original(kind), Version, guarded_methods(original(kind)))
+    return derived(original(kind), Version, exact_methods(original(kind)))
 
 
 # Making one, and turning it back. ---------------------------------------------------------------

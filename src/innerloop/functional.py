@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._kernels import ExactWeightNorm, exact_forward, guarded_methods
+from innerloop._kernels import ExactWeightNorm, exact_methods
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -290,10 +290,6 @@ class Replicator:
             if rebind.special:
                 self.special.setdefault(id(source), {})[name] = value
         object.__setattr__(target, "__dict__", attributes)
-        if "forward" not in attributes:
-            replaced = exact_forward(original(type(source)), target)
-            if replaced is not None:
-                attributes["forward"] = replaced
 
 
 def _exact(hook: Any) -> Any:
@@ -497,7 +493,8 @@ class Exact(nn.Module):
 @functools.cache
 def exact_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class itself, or one like it whose methods use kernels with second derivatives."""
-    return derived(kind, Exact, guarded_methods(kind)) if guarded_methods(kind) else kind
+    methods = exact_methods(kind)
+    return derived(kind, Exact, methods) if methods else kind
 
 
 def derived(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
