@@ -564,3 +564,41 @@ def test_with_tracking_everything_is_freed_at_the_end():
     for _ in range(3):
         run()
     assert living_tensors() == before
+
+
+def test_write_to_leaves_numbers_where_there_were_numbers():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=True)
+    rate = torch.tensor(0.3, requires_grad=True)
+    with il.innerloop_ctx(model, optimizer, override={"lr": [rate]}) as (fmodel, diffopt):
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+    diffopt.write_to(optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()  # foreach refuses a tensor rate
+
+
+def test_write_to_keeps_the_optimizers_own_tensors():
+    model = nn.Linear(2, 1)
+    rate = torch.tensor(0.1, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with il.innerloop_ctx(model, optimizer, override={"lr": [0.7]}) as (fmodel, diffopt):
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+    diffopt.write_to(optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.requires_grad
+    assert rate.item() == 0.7
+
+
+def test_a_scheduler_on_the_differentiable_optimizer_does_not_reach_the_original():
+    model = nn.Linear(2, 1)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with il.innerloop_ctx(model, optimizer) as (fmodel, diffopt):
+        scheduler = torch.optim.lr_scheduler.StepLR(diffopt, 1, 0.5)
+        for _ in range(3):
+            diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+            scheduler.step()
+    assert rate.item() == 0.1
+    assert float(diffopt.param_groups[0]["lr"]) == pytest.approx(0.0125)
