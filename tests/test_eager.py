@@ -602,3 +602,42 @@ def test_a_scheduler_on_the_differentiable_optimizer_does_not_reach_the_original
             scheduler.step()
     assert rate.item() == 0.1
     assert float(diffopt.param_groups[0]["lr"]) == pytest.approx(0.0125)
+
+
+def test_without_tracking_the_state_has_no_graph_either():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    learned = il.get_trainable_opt_params(optimizer)
+    with il.innerloop_ctx(model, optimizer, override=learned, track_higher_grads=False) as (f, d):
+        for _ in range(3):
+            d.step(f(torch.ones(1, 2)).square().sum())
+    assert all(w.is_leaf and w.requires_grad for w in f.parameters())
+    assert not any(slot.requires_grad for slot in d.state[0][0].values())
+
+
+def test_switching_tracking_off_drops_the_graph_of_the_state():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with il.innerloop_ctx(model, optimizer) as (fmodel, diffopt):
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+        assert diffopt.state[0][0]["momentum_buffer"].requires_grad
+        fmodel.track_higher_grads = diffopt._track_higher_grads = False
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+        assert not diffopt.state[0][0]["momentum_buffer"].requires_grad
+
+
+def test_dampening_has_no_effect_while_momentum_is_zero():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, dampening=0.5)
+    learned = il.get_trainable_opt_params(optimizer)
+    x = torch.randn(4, 2)
+    with il.innerloop_ctx(model, optimizer, override=learned) as (fmodel, diffopt):
+        for _ in range(3):
+            diffopt.step(fmodel(x).square().mean())
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for ours, theirs in zip(fmodel.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.data, rtol=1e-12, atol=0)
+        loss = fmodel(x).square().mean()
+    assert torch.autograd.grad(loss, learned["dampening"][0])[0] == 0

@@ -128,7 +128,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             grouped.append([grads[p] for p in positions])
         try:
             self._set(settings)
-            with _full_precision(loss.device):
+            with torch.set_grad_enabled(self._track_higher_grads), _full_precision(loss.device):
                 self._update(grouped)
         except BaseException:
             for group, kept in zip(self.param_groups, before, strict=True):

@@ -48,8 +48,8 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         slots = slots or _fresh(params, h)
         gain = 1.0
         if not off(h["dampening"]):
-            # The first gradient enters the buffer undamped: 1 - dampening * 0.
-            gain = 1 - h["dampening"] * slots["started"]
+            # The first gradient enters the buffer undamped, and every one while momentum is 0.
+            gain = 1 - h["dampening"] * slots["started"] * (momentum != 0)
         buffer = add_scaled(e(momentum) * slots["momentum_buffer"], grads, e(gain))
         slots = {"momentum_buffer": buffer, "started": torch.ones_like(slots["started"])}
         grads = add_scaled(grads, buffer, e(momentum)) if packed.options["nesterov"] else buffer
