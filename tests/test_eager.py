@@ -641,3 +641,44 @@ def test_dampening_has_no_effect_while_momentum_is_zero():
             torch.testing.assert_close(ours, theirs.data, rtol=1e-12, atol=0)
         loss = fmodel(x).square().mean()
     assert torch.autograd.grad(loss, learned["dampening"][0])[0] == 0
+
+
+def test_loading_its_own_state_truncates_and_keeps_learned_settings():
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    learned = il.get_trainable_opt_params(optimizer)
+    with il.innerloop_ctx(model, optimizer, override=learned) as (fmodel, diffopt):
+        for _ in range(2):
+            diffopt.step(fmodel(x).square().mean())
+        fmodel(x).square().mean().backward()
+        learned["lr"][0].grad = None
+        fmodel.update_params([p.detach().requires_grad_() for p in fmodel.parameters()])
+        diffopt.load_state_dict(diffopt.state_dict())
+        diffopt.step(fmodel(x).square().mean())
+        fmodel(x).square().mean().backward()
+    assert learned["lr"][0].grad != 0
+    assert diffopt.param_groups[0]["betas"][1] is learned["betas"][0][1]
+
+
+def test_step_hooks_run():
+    model, seen = nn.Linear(2, 1), []
+    with il.innerloop_ctx(model, torch.optim.SGD(model.parameters(), lr=0.1)) as (fmodel, diffopt):
+        diffopt.register_step_pre_hook(lambda *_: seen.append("before"))
+        diffopt.register_step_post_hook(lambda *_: seen.append("after"))
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+    assert seen == ["before", "after"]
+
+
+def test_a_copy_of_optimizer_and_model_goes_its_own_way():
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with il.innerloop_ctx(model, optimizer) as (fmodel, diffopt):
+        diffopt.step(fmodel(x).square().mean())
+        other_model, other = copy.deepcopy((fmodel, diffopt))
+        assert other._fmodel is other_model
+        kept = [p.detach().clone() for p in other_model.parameters()]
+        diffopt.step(fmodel(x).square().mean())
+        assert all(map(torch.equal, kept, other_model.parameters()))
+        other.step(other_model(x).square().mean())
+        for ours, theirs in zip(fmodel.parameters(), other_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)

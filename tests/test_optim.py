@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from innerloop import InnerLoopError, optim
+from innerloop import InnerLoopError, functional, optim
 from innerloop.optim._rule import unpacked
 from optimizers import FLAGS, ROWS, Row, build
 
@@ -984,3 +984,81 @@ def test_a_state_per_element_cannot_be_written() -> None:
     _, state = rule.update(params, params, rule.init(params), {"betas": [betas]})
     assert "mu_product" in raised(lambda: rule.write_to(target, state))
     assert not target.state
+
+
+# Structure: what belongs to what.
+
+
+def test_gradients_are_matched_by_name():
+    rule = optim.sgd(lr=1.0)
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    new, _ = rule.update(params, {"b": torch.ones(2), "a": torch.zeros(2)}, rule.init(params))
+    assert new["a"].tolist() == [0, 0]
+    assert new["b"].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [
+        {"a": torch.zeros(2), "c": torch.zeros(2)},
+        {"a": torch.zeros(2)},
+        [torch.zeros(2), torch.zeros(2)],
+        {"a": torch.zeros(2), "b": torch.zeros(3)},
+        {"a": torch.zeros(2), "b": torch.zeros(())},
+    ],
+)
+def test_gradients_of_another_structure_are_refused(grads):
+    rule = optim.adam()
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(InnerLoopError, match=r"Needed: .*Why: .*Write: "):
+        rule.update(params, grads, rule.init(params))
+
+
+def test_a_state_of_other_parameters_is_refused():
+    rule = optim.adam()
+    params = [torch.zeros(2), torch.zeros(3)]
+    for state in ((), rule.init(params[:1]), None):
+        with pytest.raises(InnerLoopError, match=r"rule\.init"):
+            rule.update(params, params, state)
+
+
+def two_rates(model):
+    groups = [
+        {"params": model[2].parameters(), "lr": 0.5},
+        {"params": [model[0].weight], "lr": 0.001},
+    ]
+    return torch.optim.Adam(groups)
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+def test_a_rule_that_knows_names_finds_each_parameters_settings_and_state(warm):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    x, optimizer = torch.randn(5, 3), two_rates(model)
+
+    def torch_step():
+        model.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(warm):
+        torch_step()
+    f = functional(model)
+    rule = optim.from_torch(optimizer, f.params)
+    params = {name: p.detach().clone().requires_grad_() for name, p in f.params.items()}
+    state = rule.init(params)
+    for _ in range(3):
+        loss = f(params, x).square().mean()
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        params, state = rule.update(params, grads, state)
+        torch_step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(params[name], param, rtol=1e-12, atol=0)
+
+
+def test_a_mapping_without_names_is_refused_where_order_matters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    rule = optim.from_torch(two_rates(model))
+    with pytest.raises(InnerLoopError, match="from_torch"):
+        rule.init(dict(model.named_parameters()))
+    with pytest.raises(InnerLoopError, match="shape"):
+        rule.init([model[0].weight, model[2].weight, model[2].bias])

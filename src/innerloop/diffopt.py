@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,13 +115,15 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         ``None`` where there is none, and returns those to use. ``retain_graph=True`` lets another
         optimizer take a step by the same loss.
         """
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (loss,), kwargs)
         weights = self._present(params)
         check_loss(loss)
         settings = self._checked(override)
         callback = grad_callback if grad_callback is not None else self._grad_callback
         grads = self._gradients(loss, weights, retain_graph, everywhere=callback is not None)
         if callback is not None:
-            grads = tuple(callback(grads))
+            grads = _from_callback(callback(grads), len(weights))
         before = [dict(group) for group in self.param_groups]
         grouped = []
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
@@ -145,7 +148,21 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             group["params"] = [new[p] for p in positions]
         if self._fmodel is not None:
             self._fmodel.update_params(new)
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (loss,), kwargs)
         return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An independent copy at the same point, cut off from earlier steps; so is its model."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied.param_groups = [dict(group) for group in self.param_groups]
+        for group in copied.param_groups:
+            group["params"] = [p.detach() for p in group["params"]]
+        copied._group_to_param_list = [list(p) for p in self._group_to_param_list]
+        copied._set_flat_state([_moved(slots, None) for slots in self._flat_state()])
+        copied._fmodel = copy.deepcopy(self._fmodel, memo)
+        return copied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: ``step`` computes gradients afresh and leaves none behind."""
@@ -166,7 +183,11 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take over a state and settings, from here or from ``torch.optim``."""
+        """Take over a state and settings, from here or from ``torch.optim``.
+
+        ``diffopt.load_state_dict(diffopt.state_dict())`` cuts the state off from earlier steps, for
+        truncated backpropagation; learned settings stay learned.
+        """
         sizes = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != given:
@@ -180,7 +201,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             )
         flat: list[Any] = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            group.update({k: _loaded(v, group.get(k)) for k, v in saved.items() if k != "params"})
             flat.extend(
                 _moved(state_dict["state"].get(n, {}), self._device) for n in saved["params"]
             )
@@ -323,6 +344,15 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     def _checked(self, override: Override | None) -> dict[str, list[Any]]:
         """One value per group for each setting in an override, or an error."""
+        if not isinstance(override, Mapping | None):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave a {type(override).__name__} as override.",
+                    "a dictionary of settings.",
+                    "each value belongs to a setting.",
+                    "override={'lr': [torch.tensor(0.1, requires_grad=True)]}.",
+                )
+            )
         checked = {}
         for name, given in (override or {}).items():
             checked[name] = per_group(name, given, len(self.param_groups), self._arity(name))
@@ -449,12 +479,13 @@ def _renewed(weight: Tensor) -> Tensor:
 
 def check_loss(loss: Any) -> None:
     """Refuse what cannot be an inner loss."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        kind = "complex tensor" if isinstance(loss, Tensor) and loss.is_complex() else "tensor"
+        found = f"a {kind} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise InnerLoopError(
             four_part(
                 f"You gave {found} as the loss.",
-                "a tensor with one value.",
+                "a real tensor with one value.",
                 "the inner gradient is that of a scalar.",
                 "loss.mean() or loss.sum().",
             )
@@ -504,6 +535,31 @@ def _index_of(param: Tensor, index: Mapping[int, int], group: int, position: int
             )
         )
     return found
+
+
+def _from_callback(grads: Any, count: int) -> tuple[Tensor | None, ...]:
+    given = tuple(grads) if isinstance(grads, Iterable) else None
+    if given is None or len(given) != count:
+        raise InnerLoopError(
+            four_part(
+                f"The grad_callback returned {'nothing' if given is None else len(given)}.",
+                f"{count} gradients, or None in the place of one.",
+                "they are matched to the model's parameters by position.",
+                "return [g if g is None else g.clamp(-1, 1) for g in grads].",
+            )
+        )
+    return given
+
+
+def _loaded(saved: Any, present: Any) -> Any:
+    """A saved setting; if it is the value of a present tensor that is learned, that tensor."""
+    if isinstance(saved, list | tuple) and isinstance(present, list | tuple):
+        return type(saved)(_loaded(s, p) for s, p in zip(saved, present, strict=True))
+    if isinstance(present, Tensor) and present.requires_grad and saved is not None:
+        same = torch.as_tensor(saved, dtype=present.dtype, device=present.device)
+        if same.shape == present.shape and torch.equal(same, present.detach()):
+            return present
+    return saved
 
 
 def _own(value: Any) -> Any:

@@ -306,7 +306,9 @@ class Patched(nn.Module):
         return _restored, (as_module(self), _core(self).track)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _restored(as_module(self), _core(self).track)
+        copied = _restored(as_module(self), _core(self).track)
+        memo[id(self)] = copied
+        return copied
 
 
 def _core(handle: nn.Module) -> Core:

@@ -5,6 +5,8 @@ One file per family, always in the same order: state, update, family, builder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from innerloop.optim._family import Family
@@ -61,16 +63,25 @@ FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
 }
 
 
-def from_torch(optimizer: torch.optim.Optimizer) -> Rule:
+def from_torch(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor] | None = None
+) -> Rule:
     """The rule of a ``torch.optim`` instance, with its groups and a copy of its current state.
 
-    Its parameters, group after group, are what the rule's functions expect. A tensor that sits in
-    the optimizer as a setting is kept, so a gradient reaches it.
+    Its parameters, group after group, are what the rule's functions expect. With ``params``, the
+    model's parameters by name, they take mappings by these names instead, and what the optimizer
+    does not have passes through. A tensor that sits in the optimizer as a setting is kept, so a
+    gradient reaches it.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     >>> rule = from_torch(torch.optim.SGD([weight], lr=0.5))
     >>> params, state = rule.update([weight], [weight], rule.init([weight]))
     >>> params[0].detach()
     tensor([0.5000, 1.0000])
+
+    >>> net = torch.nn.Linear(2, 1)
+    >>> rule = from_torch(torch.optim.Adam([net.bias]), dict(net.named_parameters()))
+    >>> rule.names
+    ('bias',)
     """
-    return read(optimizer, family_of(type(optimizer), FAMILIES))
+    return read(optimizer, family_of(type(optimizer), FAMILIES), params)

@@ -73,6 +73,8 @@ class Family:
     """Slots that hold one value for a whole parameter; all others have its shape. Settings per
     element make them hold one per element."""
     real_only: bool = False
+    optional: frozenset[str] = frozenset()
+    """Settings that may be ``None``."""
     light: Callable[[Mapping[str, Any]], bool] = _never
     """Whether, with these settings, an update keeps no state and has so few operations that doing
     it tensor by tensor costs less than packing."""

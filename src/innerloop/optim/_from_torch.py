@@ -39,7 +39,9 @@ def family_of(kind: type[torch.optim.Optimizer], families: Mapping[type, Family]
     )
 
 
-def read(optimizer: torch.optim.Optimizer, family: Family) -> Rule:
+def read(
+    optimizer: torch.optim.Optimizer, family: Family, named: Mapping[str, Tensor] | None = None
+) -> Rule:
     """A rule with the optimizer's groups and a copy of its current state."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     groups = tuple(
@@ -51,7 +53,25 @@ def read(optimizer: torch.optim.Optimizer, family: Family) -> Rule:
         groups,
         tuple(len(group["params"]) for group in optimizer.param_groups),
         tuple(read_state(family, optimizer.state.get(p, {})) for p in params),
+        tuple(p.shape for p in params),
+        None if named is None else tuple(_names(params, named)),
     )
+
+
+def _names(params: list[Tensor], named: Mapping[str, Tensor]) -> list[str]:
+    by_id = {id(p): name for name, p in named.items()}
+    unknown = [i for i, p in enumerate(params) if id(p) not in by_id]
+    if unknown:
+        raise InnerLoopError(
+            four_part(
+                f"Parameter {unknown[0]} of the optimizer, of shape "
+                f"{tuple(params[unknown[0]].shape)}, is not among the parameters you named.",
+                "a name for every parameter of the optimizer.",
+                "its updates would reach nothing.",
+                "optim.from_torch(optimizer, functional(model).params), with its model.",
+            )
+        )
+    return [by_id[id(p)] for p in params]
 
 
 def read_state(family: Family, state: Mapping[str, Any]) -> Slots:

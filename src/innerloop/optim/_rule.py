@@ -57,6 +57,10 @@ class Rule:
     """Parameters per group; ``None`` when one group takes all there are."""
     warm: tuple[Slots, ...] | None = None
     """The state each parameter starts from, ``{}`` where it is fresh; ``None`` when all are."""
+    shapes: tuple[torch.Size, ...] | None = None
+    """The parameters' shapes, where they are known."""
+    names: tuple[str, ...] | None = None
+    """The parameters' names in a mapping; the rest of a mapping passes through unchanged."""
 
     @property
     def hyper(self) -> dict[str, list[Any]]:
@@ -65,7 +69,7 @@ class Rule:
 
     def init(self, params: Any) -> OptState:
         """The state before the first step; where the optimizer was warm, its state."""
-        leaves, _ = _tree.flatten(params)
+        leaves = self._leaves(params)
         sizes = self._sizes(leaves)
         group_of = [
             group for group, size in zip(self.groups, sizes, strict=True) for _ in range(size)
@@ -98,23 +102,22 @@ class Rule:
         A gradient of ``None`` leaves its parameter and its state as they are. ``evaluate(params)``
         gives the loss and the gradients at other weights, for LBFGS.
         """
-        leaves, spec = _tree.flatten(params)
-        grad_leaves, _ = _tree.flatten(grads)
-        if len(grad_leaves) != len(leaves):
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {len(leaves)} parameters and {len(grad_leaves)} gradients.",
-                    "one gradient, or None, for each parameter.",
-                    "they are matched by position.",
-                    "update(params, grads, ...) with the same nesting for both.",
-                )
-            )
+        leaves = self._leaves(params)
+        grad_leaves = self._aligned(params, grads, "gradients")
         sizes = self._sizes(leaves)
+        _check_state(state, len(leaves))
         shapes = _by_group([leaf.shape for leaf in leaves], sizes)
         groups = merged(self.family, self.groups, shapes, hyper)
-        flat = None if evaluate is None else _on_leaves(evaluate, spec)
-        new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, flat)
-        return _tree.unflatten(new, spec), new_state
+
+        def at(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+            assert evaluate is not None
+            loss, found = evaluate(self._rebuilt(params, new))
+            return loss, self._aligned(params, found, "gradients from evaluate")
+
+        new, new_state = step(
+            self.family, groups, sizes, leaves, grad_leaves, state, at if evaluate else None
+        )
+        return self._rebuilt(params, new), new_state
 
     def write_to(
         self,
@@ -130,6 +133,40 @@ class Rule:
         if hyper is not None:
             write_settings(self.family, optimizer, groups)
 
+    def _leaves(self, params: Any) -> list[Tensor]:
+        """The rule's parameters, in its order."""
+        if isinstance(params, Mapping) and self.names is not None:
+            missing = [name for name in self.names if name not in params]
+            if missing:
+                raise InnerLoopError(_not_alike("parameters", f"no {missing[0]!r}"))
+            return [params[name] for name in self.names]
+        several = len(self.groups) > 1 or any(self.warm or ())
+        if isinstance(params, Mapping) and self.shapes is not None and several:
+            raise InnerLoopError(
+                four_part(
+                    "You gave a mapping to a rule that does not know its parameters by name.",
+                    "names, for an optimizer with several groups or with a state.",
+                    "which settings and which state belong to a parameter goes by the "
+                    "optimizer's order, which need not be that of the mapping.",
+                    "optim.from_torch(optimizer, functional(model).params).",
+                )
+            )
+        return _tree.flatten(params)[0]
+
+    def _aligned(self, params: Any, other: Any, what: str) -> list[Any]:
+        """The leaves of ``other`` in the places of the rule's parameters."""
+        if isinstance(params, Mapping) and self.names is not None:
+            if not isinstance(other, Mapping) or any(name not in other for name in self.names):
+                raise InnerLoopError(_not_alike(what, "other names"))
+            return [other[name] for name in self.names]
+        return _aligned(params, other, what)
+
+    def _rebuilt(self, params: Any, leaves: list[Tensor]) -> Any:
+        """``params`` with the rule's parameters replaced."""
+        if isinstance(params, Mapping) and self.names is not None:
+            return {**params, **dict(zip(self.names, leaves, strict=True))}
+        return _tree.unflatten(leaves, _tree.flatten(params)[1])
+
     def _sizes(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         sizes = self.sizes if self.sizes is not None else (len(leaves),)
         if sum(sizes) != len(leaves):
@@ -141,6 +178,17 @@ class Rule:
                     "[p for group in optimizer.param_groups for p in group['params']].",
                 )
             )
+        for i, (leaf, shape) in enumerate(zip(leaves, self.shapes or (), strict=False)):
+            if leaf.shape != shape:
+                raise InnerLoopError(
+                    four_part(
+                        f"Parameter {i} you gave has the shape {tuple(leaf.shape)}.",
+                        f"{tuple(shape)}, as in the optimizer the rule was made from.",
+                        "parameters are matched to settings and state by position.",
+                        "them in the optimizer's order, or a mapping and optim.from_torch("
+                        "optimizer, functional(model).params).",
+                    )
+                )
         return sizes
 
     def _block_key(self, index: int, param: Tensor, group: Group, slots: Slots) -> Any:
@@ -172,12 +220,40 @@ class Rule:
         }
 
 
-def _on_leaves(evaluate: Evaluate, spec: Any) -> FlatEvaluate:
-    def flat(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        loss, found = evaluate(_tree.unflatten(new, spec))
-        return loss, _tree.flatten(found)[0]
+def _aligned(params: Any, other: Any, what: str) -> list[Any]:
+    if isinstance(params, Mapping):
+        if not isinstance(other, Mapping) or set(other) != set(params):
+            raise InnerLoopError(_not_alike(what, "other names"))
+        return [leaf for key in params for leaf in _aligned(params[key], other[key], what)]
+    if isinstance(params, list | tuple):
+        if not isinstance(other, list | tuple) or len(other) != len(params):
+            some = isinstance(other, list | tuple)
+            found = f"{len(other)} {what} for {len(params)}" if some else type(other).__name__
+            raise InnerLoopError(_not_alike(what, found))
+        return [leaf for p, o in zip(params, other, strict=True) for leaf in _aligned(p, o, what)]
+    return [other] if isinstance(params, Tensor) else _tree.flatten(other)[0]
 
-    return flat
+
+def _not_alike(what: str, found: str) -> str:
+    return four_part(
+        f"The {what} do not have the structure of the parameters: {found}.",
+        "the same nesting with the same names.",
+        "a value that went to another parameter would be a silent mistake.",
+        "one entry, or None for a gradient, wherever the parameters have one.",
+    )
+
+
+def _check_state(state: Any, count: int) -> None:
+    members = [m for block in state for m in block.members] if isinstance(state, tuple) else None
+    if members is None or sorted(members) != list(range(count)):
+        raise InnerLoopError(
+            four_part(
+                f"The state does not belong to these {count} parameters.",
+                "the state that init made for them, or that the last update returned.",
+                "parameters without a state would silently stay where they are.",
+                "state = rule.init(params).",
+            )
+        )
 
 
 def step(
@@ -242,7 +318,16 @@ def _packed(
     evaluate: Any,
     params: Sequence[Tensor],
 ) -> Packed:
-    for grad in grads:
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if grad.shape != tensor.shape:
+            raise InnerLoopError(
+                four_part(
+                    f"A gradient has the shape {tuple(grad.shape)}.",
+                    f"{tuple(tensor.shape)}, that of its parameter.",
+                    "it would be broadcast or shifted into its neighbours.",
+                    "gradients in the order and the shapes of the parameters.",
+                )
+            )
         if grad.layout is not torch.strided:
             raise InnerLoopError(
                 four_part(

@@ -111,7 +111,9 @@ def check_value(family: Family, name: str, value: Any, shapes: Sequence[torch.Si
                     raise InnerLoopError(_not_a_number(family.name, name, one.dtype))
                 for position, shape in enumerate(shapes if not several else []):
                     _of_parameter(family, name, one, position, shape, len(shapes))
-            elif one is not None and (isinstance(one, bool) or not isinstance(one, Real)):
+            elif one is None and name in family.optional:
+                continue
+            elif isinstance(one, bool) or not isinstance(one, Real):
                 raise InnerLoopError(_not_a_number(family.name, name, type(one).__name__))
         if several:
             for position, shape in enumerate(shapes):

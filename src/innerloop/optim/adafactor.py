@@ -78,6 +78,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
 
 ADAFACTOR = Family(
     torch_class=torch.optim.Adafactor,
+    optional=frozenset({"eps"}),
     settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
     options={"maximize": False},
     fresh=_fresh,
