@@ -682,3 +682,33 @@ def test_a_copy_of_optimizer_and_model_goes_its_own_way():
         other.step(other_model(x).square().mean())
         for ours, theirs in zip(fmodel.parameters(), other_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("target", ["another kind", "other shapes", "a rate per parameter"])
+def test_write_to_refuses_before_it_writes(target):
+    model, other = nn.Linear(2, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rates = [[0.1, 0.2]] if target == "a rate per parameter" else [0.3]
+    with il.innerloop_ctx(model, optimizer, override={"lr": rates}) as (fmodel, diffopt):
+        diffopt.step(fmodel(torch.ones(1, 2)).square().sum())
+    into = {
+        "another kind": torch.optim.Adam(model.parameters(), lr=0.1),
+        "other shapes": torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
+        "a rate per parameter": optimizer,
+    }[target]
+    with pytest.raises(il.InnerLoopError, match=r"Needed: .*Why: .*Write: "):
+        diffopt.write_to(into)
+    assert not into.state
+    assert into.param_groups[0]["lr"] == 0.1
+
+
+def test_settings_keep_the_precision_of_the_weights():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).double().parameters(), lr=0.1)
+    il.apply_trainable_opt_params(optimizer, il.get_trainable_opt_params(optimizer))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_state_of_another_rule_is_refused():
+    params = [torch.zeros(2)]
+    with pytest.raises(il.InnerLoopError, match=r"rule\.init"):
+        il.optim.adam().update(params, params, il.optim.sgd().init(params))

@@ -19,7 +19,15 @@ from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.fmodel import Patched
 from innerloop.optim._family import Family
 from innerloop.optim._from_torch import family_of
-from innerloop.optim._rule import OptState, Rule, step, unpacked, write_settings, write_state
+from innerloop.optim._rule import (
+    OptState,
+    Rule,
+    plain_settings,
+    step,
+    unpacked,
+    write_settings,
+    write_state,
+)
 from innerloop.optim._settings import check_name, check_value, per_group
 
 GradCallback = Callable[[Any], Any]
@@ -237,12 +245,14 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict(self.state_dict())
 
     def _check_sizes(self, optimizer: torch.optim.Optimizer) -> None:
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
+        theirs = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+        ours = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
+        if theirs != ours:
             raise InnerLoopError(
                 four_part(
-                    f"You wrote to an optimizer with groups of {sizes} parameters.",
-                    "an optimizer built over the same groups.",
+                    f"You wrote to an optimizer with groups of {[len(g) for g in theirs]} "
+                    "parameters, of other numbers or shapes.",
+                    f"an optimizer built over the same groups, of {[len(g) for g in ours]}.",
                     "state is matched to parameters by position.",
                     "diffopt.write_to(optimizer), with the optimizer it was made from.",
                 )
@@ -460,8 +470,18 @@ class RuleOptimizer(DifferentiableOptimizer):
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Put state and settings into an ordinary optimizer, as numbers where it has numbers."""
         self._check_sizes(optimizer)
+        if class_for(type(optimizer)) is not type(self):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote the state of {self.family.name} to {type(optimizer).__name__}.",
+                    f"an optimizer of the kind of torch.optim.{self.family.name}.",
+                    "each kind has a state and settings of its own.",
+                    "diffopt.write_to(optimizer), with the optimizer it was made from.",
+                )
+            )
+        settings = plain_settings(self.family, self.param_groups)
         write_state(self.family, optimizer, self._flat_state())
-        write_settings(self.family, optimizer, self.param_groups)
+        write_settings(optimizer, settings)
 
 
 def _renewed(weight: Tensor) -> Tensor:

@@ -221,10 +221,14 @@ def get_trainable_opt_params(
     [tensor(0.1000, requires_grad=True)]
     """
     found: dict[str, list[Any]] = {}
+    params = [p for group in opt.param_groups for p in group["params"]]
+    dtype = torch.get_default_dtype()
+    if any(p.dtype in (torch.float64, torch.complex128) for p in params):
+        dtype = torch.float64  # a number goes back as it came if nothing is learned
     for name in _continuous(opt):
         values = [group[name] for group in opt.param_groups]
         if all(_is_numeric(value) for value in values):
-            found[name] = [_trainable(value, device) for value in values]
+            found[name] = [_trainable(value, device, dtype) for value in values]
     return found
 
 
@@ -245,12 +249,12 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _trainable(value: Any, device: Device) -> Any:
+def _trainable(value: Any, device: Device, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_trainable(v, device) for v in value)
+        return type(value)(_trainable(v, device, dtype) for v in value)
     if isinstance(value, Tensor):
         return value.detach().clone().to(device).requires_grad_()
-    return torch.tensor(float(value), device=device, requires_grad=True)
+    return torch.tensor(float(value), device=device, dtype=dtype, requires_grad=True)
 
 
 def apply_trainable_opt_params(opt: torch.optim.Optimizer, override: Override) -> None:

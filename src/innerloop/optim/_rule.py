@@ -114,9 +114,19 @@ class Rule:
             loss, found = evaluate(self._rebuilt(params, new))
             return loss, self._aligned(params, found, "gradients from evaluate")
 
-        new, new_state = step(
-            self.family, groups, sizes, leaves, grad_leaves, state, at if evaluate else None
-        )
+        try:
+            new, new_state = step(
+                self.family, groups, sizes, leaves, grad_leaves, state, at if evaluate else None
+            )
+        except KeyError as error:
+            raise InnerLoopError(
+                four_part(
+                    f"The state has no {error}, which {self.family.name} keeps.",
+                    "a state of this rule.",
+                    "each rule keeps other things.",
+                    "state = rule.init(params).",
+                )
+            ) from error
         return self._rebuilt(params, new), new_state
 
     def write_to(
@@ -129,9 +139,10 @@ class Rule:
         targets = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = _by_group([p.shape for p in targets], self._sizes(targets))
         groups = merged(self.family, self.groups, shapes, hyper)
+        settings = None if hyper is None else plain_settings(self.family, groups)
         write_state(self.family, optimizer, unpacked(self.family, targets, state))
-        if hyper is not None:
-            write_settings(self.family, optimizer, groups)
+        if settings is not None:
+            write_settings(optimizer, settings)
 
     def _leaves(self, params: Any) -> list[Tensor]:
         """The rule's parameters, in its order."""
@@ -579,15 +590,17 @@ def _scalar(name: str, value: Tensor) -> Tensor:
     return values[:1].sum().to(torch.float64 if double else torch.float32)
 
 
-def write_settings(
-    family: Family, optimizer: torch.optim.Optimizer, groups: Sequence[Group]
-) -> None:
-    """Put the groups' continuous settings into an ordinary optimizer, as numbers."""
-    plain = [
+def plain_settings(family: Family, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The groups' continuous settings as numbers, or an error where they have no such form."""
+    return [
         {name: _number(family, name, group[name]) for name in family.settings} for group in groups
     ]
-    for target, settings in zip(optimizer.param_groups, plain, strict=True):
-        for name, value in settings.items():
+
+
+def write_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Put settings into an ordinary optimizer; a tensor it has keeps its identity."""
+    for target, values in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in values.items():
             if isinstance(target[name], Tensor) and not isinstance(value, tuple):
                 with torch.no_grad():
                     target[name].copy_(torch.as_tensor(value))
