@@ -13,7 +13,7 @@ PACKAGE = Path(innerloop.__file__).parent
 
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
-CORE = FOUNDATIONS | {"nn", "_kernels", "_second_order", "functional", "optim"}
+CORE = FOUNDATIONS | {"nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
 ALLOWED = {
     "errors": set(),
     "_tree": set(),
@@ -21,9 +21,10 @@ ALLOWED = {
     "nn": set(),
     "_kernels": {"errors", "nn"},
     "_second_order": {"errors"},
-    "functional": FOUNDATIONS | {"_kernels"},
+    "_rebind": set(),
+    "functional": FOUNDATIONS | {"_kernels", "_rebind"},
     "optim": FOUNDATIONS,
-    "fmodel": FOUNDATIONS | {"_kernels", "functional"},
+    "fmodel": FOUNDATIONS | {"_kernels", "_rebind", "functional"},
     "diffopt": CORE | {"fmodel"},
     "eager": CORE | {"fmodel", "diffopt"},
     "compat": CORE | {"fmodel", "diffopt", "eager"},

@@ -17,17 +17,16 @@ from innerloop import _second_order, _tree, optim
 from innerloop._kernels import twice_differentiable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.fmodel import Patched
-from innerloop.optim._family import Family
-from innerloop.optim._from_torch import family_of
-from innerloop.optim._rule import (
+from innerloop.optim._blocks import (
     OptState,
-    Rule,
     plain_settings,
-    step,
     unpacked,
     write_settings,
     write_state,
 )
+from innerloop.optim._family import Family
+from innerloop.optim._from_torch import family_of
+from innerloop.optim._rule import Rule, step
 from innerloop.optim._settings import check_name, check_value, per_group
 
 GradCallback = Callable[[Any], Any]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from innerloop._kernels import exact_methods, own_methods, twice_differentiable
+from innerloop._rebind import Rebinder
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import (
-    Rebinder,
     Replicator,
     as_plain,
     derived,

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import torch
 
+from innerloop.optim._blocks import Block as Block
+from innerloop.optim._blocks import OptState as OptState
 from innerloop.optim._family import Family
 from innerloop.optim._from_torch import family_of, read
-from innerloop.optim._rule import Block as Block
-from innerloop.optim._rule import OptState as OptState
 from innerloop.optim._rule import Rule as Rule
 from innerloop.optim.adadelta import ADADELTA
 from innerloop.optim.adadelta import adadelta as adadelta

@@ -1,33 +1,35 @@
-"""A rule: a family with its parameter groups, as pure functions of tensors (Eq. 2).
-
-Parameters that share dtype, device and options form a *block* and are updated as one concatenated
-tensor, whatever group they are in: 299 groups of one tensor cost as many kernels as one. A
-parameter that gets no gradient leaves its block.
-"""
+"""A rule: a family with its parameter groups, as pure functions of tensors (Eq. 2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.optim._blocks import (
+    Block,
+    OptState,
+    as_slot,
+    divide,
+    pack,
+    pack_slots,
+    plain_settings,
+    real,
+    share_equal_scalars,
+    spreader,
+    unpack,
+    unpacked,
+    write_settings,
+    write_state,
+)
 from innerloop.optim._family import Family, Packed, Slots
 from innerloop.optim._settings import Group, merged, seen_by_block
 
-
-class Block(NamedTuple):
-    """The state of some parameters: their positions, and named tensors packed as they are."""
-
-    members: tuple[int, ...]
-    slots: Slots
-
-
-OptState = tuple[Block, ...]
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
 FlatEvaluate = Callable[[list[Tensor]], tuple[Tensor, list[Tensor | None]]]
 
@@ -83,8 +85,8 @@ class Rule:
         for members in blocks.values():
             owners = members[:1] if self.family.layout == "whole" else members
             each = [found[i] for i in owners]
-            _share_equal_scalars(self.family, each)
-            slots = _pack_slots(self.family, each, [leaves[i] for i in owners])
+            share_equal_scalars(self.family, each)
+            slots = pack_slots(self.family, each, [leaves[i] for i in owners])
             state.append(Block(tuple(members), slots))
         return tuple(state)
 
@@ -227,7 +229,7 @@ class Rule:
         warm = self.warm[index] if self.warm else {}
         return {
             **fresh,
-            **{name: _as_slot(value, name in self.family.scalars) for name, value in warm.items()},
+            **{name: as_slot(value, name in self.family.scalars) for name, value in warm.items()},
         }
 
 
@@ -285,7 +287,7 @@ def step(
             torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
         ]
     for block in state:
-        moving, resting = _divide(family, block, params, grads)
+        moving, resting = divide(family, block, params, grads)
         if resting is not None:
             new_state.append(resting)
         if moving is None:
@@ -349,7 +351,7 @@ def _packed(
                 )
             )
     flat = pack(tensors)
-    spread = _spreader(flat, tensors)
+    spread = spreader(flat, tensors)
     slots = block.slots
     scalars = [slot for name, slot in slots.items() if name in family.scalars]
     if len(tensors) > 1 and any(_per_element(v, flat) for v in (*_components(hyper), *scalars)):
@@ -385,247 +387,6 @@ def _many(value: Any) -> bool:
 
 def _per_element(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
-
-
-# Packing: many tensors as one. ------------------------------------------------------------------
-
-
-def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts; torch's rules treat them as two numbers.
-
-    A 0-d tensor becomes ``[1]``: settings in double precision would promote a 0-d one to theirs.
-    """
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.dim() else tensor.reshape(1)
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One real tensor of all elements; a single tensor keeps its shape."""
-    if len(tensors) == 1:
-        return real(tensors[0])
-    return torch.cat([real(tensor).reshape(-1) for tensor in tensors])
-
-
-def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of :func:`pack`, with the shapes and dtypes of ``like``."""
-    parts = [flat] if len(like) == 1 else flat.split([real(tensor).numel() for tensor in like])
-    return [_restored(part, tensor) for part, tensor in zip(parts, like, strict=True)]
-
-
-def _restored(part: Tensor, like: Tensor) -> Tensor:
-    if like.is_complex():
-        return torch.view_as_complex(part.view(real(like).shape))
-    return (part if part.shape == like.shape else part.view(like.shape)).to(like.dtype)
-
-
-def _spreader(flat: Tensor, tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
-    count = len(tensors)
-    owner: list[Tensor] = []
-
-    def spread(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != (count,) or count in (1, flat.numel()):
-            return value
-        if not owner:
-            owner.append(_owner([real(tensor).numel() for tensor in tensors], flat.device))
-        if value.is_floating_point():
-            value = value.to(flat.dtype if flat.dtype.itemsize >= 4 else torch.float32)
-        return value.to(flat.device)[owner[0]]
-
-    return spread
-
-
-def _owner(sizes: list[int], device: torch.device) -> Tensor:
-    """For each element of a block, the position of the parameter it belongs to."""
-    repeats = torch.tensor(sizes, device=device)
-    owners = torch.arange(len(sizes), device=device)
-    return torch.repeat_interleave(owners, repeats, output_size=sum(sizes))
-
-
-# The state of a block, and of its parameters. ---------------------------------------------------
-
-
-def _as_slot(value: Any, scalar: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if scalar:
-        return value if value.device.type == "mps" else value.to(torch.float64)
-    return real(value)
-
-
-def _share_equal_scalars(family: Family, each: Sequence[Slots]) -> None:
-    """Let parameters with equal counters hold the same one, so that a block keeps a single one."""
-    for name in family.scalars & each[0].keys():
-        values = [slots[name] for slots in each]
-        first = values[0]
-        known = not any(v.requires_grad or v.dim() > 0 for v in values)
-        if known and all(bool(v == first) for v in values[1:]):
-            for slots in each:
-                slots[name] = first
-
-
-def _is_wide(slot: Any) -> bool:
-    return isinstance(slot, Tensor) and slot.dim() > 0
-
-
-def _pack_slots(family: Family, each: Sequence[Slots], params: Sequence[Tensor]) -> Slots:
-    """The slots of several parameters as those of a block."""
-    if len(each) == 1:
-        return dict(each[0])
-    return {
-        name: _pack_slot([slots[name] for slots in each], name in family.scalars, params)
-        for name in each[0]
-    }
-
-
-def _pack_slot(values: Sequence[Tensor], scalar: bool, params: Sequence[Tensor]) -> Tensor:
-    if scalar and all(value is values[0] for value in values):
-        return values[0]
-    if scalar and not any(_is_wide(value) for value in values):
-        return torch.stack(list(values))
-    full = [v.expand(real(p).shape) if scalar else v for v, p in zip(values, params, strict=True)]
-    return torch.cat([value.reshape(-1) for value in full])
-
-
-def _slots_per_member(slots: Slots, params: Sequence[Tensor]) -> list[Slots]:
-    """The slots of a block as those of each of its parameters, real and in their shapes."""
-    if len(params) == 1:
-        return [slots]
-    shapes = [real(p).shape for p in params]
-    total = sum(shape.numel() for shape in shapes)
-    each: list[Slots] = [{} for _ in params]
-    for name, slot in slots.items():
-        if not _is_wide(slot):
-            parts: Sequence[Any] = [slot] * len(params)
-        elif slot.shape == (len(params),) and total != len(params):
-            parts = slot.unbind()
-        else:
-            pieces = slot.split([shape.numel() for shape in shapes])
-            parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        for member, part in zip(each, parts, strict=True):
-            member[name] = part
-    return each
-
-
-def _divide(
-    family: Family, block: Block, params: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> tuple[Block | None, Block | None]:
-    """The part of a block that has gradients, and the part that has none."""
-    moving = [m for m in block.members if grads[m] is not None]
-    if len(moving) == len(block.members):
-        return block, None
-    if not moving:
-        return None, block
-    each = dict(
-        zip(
-            block.members,
-            _slots_per_member(block.slots, [params[m] for m in block.members]),
-            strict=True,
-        )
-    )
-    resting = [m for m in block.members if grads[m] is None]
-
-    def part(members: list[int]) -> Block:
-        slots = _pack_slots(family, [each[m] for m in members], [params[m] for m in members])
-        return Block(tuple(members), slots)
-
-    return part(moving), part(resting)
-
-
-def unpacked(family: Family, params: Sequence[Tensor], state: OptState) -> list[Slots]:
-    """The state of each parameter in torch's names and shapes, still part of the graph."""
-    found: list[Slots] = [{} for _ in params]
-    for block in state:
-        if family.layout == "whole":
-            found[block.members[0]] = family.write(block.slots)
-            continue
-        members = [params[m] for m in block.members]
-        for m, slots in zip(block.members, _slots_per_member(block.slots, members), strict=True):
-            found[m] = {
-                name: value if name in family.scalars else _from_slot(value, params[m])
-                for name, value in family.write(slots).items()
-            }
-    return found
-
-
-def _from_slot(value: Any, param: Tensor) -> Any:
-    if not _is_wide(value) or value.shape != real(param).shape:
-        return value
-    return torch.view_as_complex(value) if param.is_complex() else value.view(param.shape)
-
-
-def write_state(family: Family, optimizer: torch.optim.Optimizer, state: Sequence[Slots]) -> None:
-    """Put each parameter's state into an ordinary optimizer, as numbers."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    plain = [
-        {
-            name: _scalar(name, value) if name in family.scalars else _tree.map(_plain, value)
-            for name, value in slots.items()
-        }
-        for slots in state
-    ]
-    for param, slots in zip(params, plain, strict=True):
-        if slots:
-            optimizer.state[param] = slots
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _scalar(name: str, value: Tensor) -> Tensor:
-    """One number per parameter, in the dtype in which torch keeps it."""
-    values = value.detach().reshape(-1)
-    if bool((values != values[:1]).any()):
-        raise InnerLoopError(
-            four_part(
-                f"The state {name!r} differs between the elements of a parameter.",
-                "one number per parameter.",
-                "torch.optim keeps one number; settings per element have made it differ.",
-                "settings per parameter or per group where the state is to go back into torch.",
-            )
-        )
-    double = torch.get_default_dtype() == torch.float64
-    # A sum of one value, or of none: to an empty parameter every number is the same.
-    return values[:1].sum().to(torch.float64 if double else torch.float32)
-
-
-def plain_settings(family: Family, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The groups' continuous settings as numbers, or an error where they have no such form."""
-    return [
-        {name: _number(family, name, group[name]) for name in family.settings} for group in groups
-    ]
-
-
-def write_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Put settings into an ordinary optimizer; a tensor it has keeps its identity."""
-    for target, values in zip(optimizer.param_groups, settings, strict=True):
-        for name, value in values.items():
-            if isinstance(target[name], Tensor) and not isinstance(value, tuple):
-                with torch.no_grad():
-                    target[name].copy_(torch.as_tensor(value))
-            else:
-                target[name] = value
-
-
-def _number(family: Family, name: str, value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        if family.settings[name] > 1:
-            return tuple(_number(family, name, v) for v in value)
-    elif not isinstance(value, Tensor):
-        return value
-    elif value.numel() == 1:
-        return value.item()
-    elif family.settings[name] == value.numel():
-        return tuple(value.tolist())
-    raise InnerLoopError(
-        four_part(
-            f"The setting {name!r} has a value for each parameter or element.",
-            "one number per group.",
-            "torch.optim keeps one number per group.",
-            "an optimizer with one group per parameter, or write the state only.",
-        )
-    )
 
 
 def _by_group(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
