@@ -92,3 +92,57 @@ def paper_densenet() -> nn.Sequential:
     total = sum(p.numel() for p in params)
     assert total == 769_162, f"DenseNet-BC(12, 100) has 769,162 parameters, not {total:,}"
     return model
+
+
+class _Attention(nn.Module):
+    """Causal self-attention, composed: the fused kernels cannot be differentiated twice."""
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, 3, self.heads, width // self.heads)
+        query, key, value = self.project(x).view(shape).permute(2, 0, 3, 1, 4)
+        scores = query @ key.mT * (width // self.heads) ** -0.5
+        weights = scores.masked_fill(self.get_buffer("future"), -torch.inf).softmax(-1)
+        return self.merge((weights @ value).transpose(1, 2).reshape(x.shape))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, length)
+        self.norm2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.contract(F.gelu(self.expand(self.norm2(x))))
+
+
+class _GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*(_Block(width, heads, length) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position)))
+
+
+def gpt(
+    layers: int = 4, width: int = 256, heads: int = 8, length: int = 256, vocabulary: int = 256
+) -> nn.Module:
+    """A small GPT with pre-norm blocks. [batch, length] -> [batch, length, vocabulary]"""
+    return _GPT(layers, width, heads, length, vocabulary)

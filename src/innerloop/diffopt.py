@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from innerloop import _second_order, _tree, optim
+from innerloop._gradient import check_loss, full_precision
 from innerloop._kernels import twice_differentiable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.fmodel import Patched
@@ -138,7 +138,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             grouped.append([grads[p] for p in positions])
         try:
             self._set(settings)
-            with torch.set_grad_enabled(self._track_higher_grads), _full_precision(loss.device):
+            with torch.set_grad_enabled(self._track_higher_grads), full_precision(loss.device):
                 self._update(grouped)
         except BaseException:
             for group, kept in zip(self.param_groups, before, strict=True):
@@ -494,51 +494,6 @@ def _renewed(weight: Tensor) -> Tensor:
     same = weight.view_as(weight)
     setattr(same, _SAME_AS, weight)
     return same
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse what cannot be an inner loss."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        kind = "complex tensor" if isinstance(loss, Tensor) and loss.is_complex() else "tensor"
-        found = f"a {kind} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise InnerLoopError(
-            four_part(
-                f"You gave {found} as the loss.",
-                "a real tensor with one value.",
-                "the inner gradient is that of a scalar.",
-                "loss.mean() or loss.sum().",
-            )
-        )
-    if not loss.requires_grad:
-        raise RequirementError(
-            four_part(
-                "You gave a loss that does not require grad.",
-                "a loss that depends on the patched model's weights through differentiable "
-                "operations.",
-                "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
-                "the loss as a tensor straight from fmodel's output, with gradients enabled.",
-            )
-        )
-    if not is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
-        raise InnerLoopError(
-            four_part(
-                "The loss is NaN.",
-                "a finite loss.",
-                "every weight would be NaN after this step.",
-                "a smaller learning rate, innerloop_ctx(..., grad_callback=clip), or check the "
-                "input for NaN.",
-            )
-        )
-
-
-@contextlib.contextmanager
-def _full_precision(device: torch.device):
-    """An update is not part of an autocast region, as ``torch.optim``'s is not."""
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
 
 
 def _index_of(param: Tensor, index: Mapping[int, int], group: int, position: int) -> int:

@@ -7,9 +7,10 @@ submodule then see the weights it was given, at native speed; the original is on
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,16 +55,11 @@ class Functional:
         Buffers not given are copies of the module's own; those given are copied too, so what the
         forward does to them stays in the replica. Read them with ``replica.named_buffers()``.
         """
-        names = self.params
-        given = _by_name(names, params)
-        weights = {id(own): given[name] for name, own in names.items()}
-        own_buffers = self.buffers
-        chosen = {id(t): (buffers or {}).get(name, t) for name, t in own_buffers.items()}
-        unknown = sorted(set(buffers or {}) - set(own_buffers))
-        if unknown:
-            raise InnerLoopError(_unknown_names("buffers", unknown, list(own_buffers)))
-        copies = {key: tensor.detach().clone() for key, tensor in chosen.items()}
-        return Replicator(weights, copies).copy(survey(self.module), exact_class)
+        return Template(self.module).bind(params, buffers)
+
+    def template(self) -> Template:
+        """The module as it is now, to be bound to weights many times."""
+        return Template(self.module)
 
     def __call__(
         self, params: Mapping[str, Tensor] | Sequence[Tensor], /, *args: Any, **kwargs: Any
@@ -72,6 +68,90 @@ class Functional:
 
     def __repr__(self) -> str:
         return f"functional({type(self.module).__name__})"
+
+
+class Template:
+    """A module as it was at one moment, to be given weights again and again.
+
+    Modes, hooks and attributes are those of that moment, whatever becomes of the module later: a
+    step that is computed a second time must not see what was changed in between.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params = dict(named_parameters(module))
+        self.buffers = dict(_named(module, "_buffers"))
+        sources = survey(module)
+        own = {id(t): t for t in (*self.params.values(), *self.buffers.values())}
+        replicator = Replicator(own, {})
+        replicator.copy(sources, exact_class)
+        self._kept = [replicator.copies[id(source)] for source in sources]
+        self._index = {id(source): i for i, source in enumerate(sources)}
+        self._index |= {id(kept): i for i, kept in enumerate(self._kept)}
+        self._special = [replicator.special.get(id(source), {}) for source in sources]
+        self._hooks = [replicator.special_hooks.get(id(source), ()) for source in sources]
+        self._mutable = [
+            [name for name, value in vars(kept).items() if _is_mutable(name, value)]
+            for kept in self._kept
+        ]
+
+    def bind(
+        self,
+        params: Mapping[str, Tensor] | Sequence[Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> nn.Module:
+        """A new replica with these weights; see :meth:`Functional.bind`."""
+        given = _by_name(self.params, params)
+        unknown = sorted(set(buffers or {}) - set(self.buffers))
+        if unknown:
+            raise InnerLoopError(_unknown_names("buffers", unknown, list(self.buffers)))
+        tensors = {id(own): given[name] for name, own in self.params.items()}
+        for name, own in self.buffers.items():
+            tensors[id(own)] = (buffers or {}).get(name, own).detach().clone()
+        copies = [object.__new__(type(kept)) for kept in self._kept]
+
+        def copy_of(module: nn.Module) -> nn.Module | None:
+            index = self._index.get(id(unwrapped(module)))
+            return None if index is None else copies[index]
+
+        rebind = Rebinder(copy_of, tensors.get)
+        for i, kept in enumerate(self._kept):
+            object.__setattr__(copies[i], "__dict__", self._filled(i, kept, copies, tensors))
+            for name, value in self._special[i].items():
+                vars(copies[i])[name] = rebind(value)
+            for name, key, hook in self._hooks[i]:
+                vars(copies[i])[name][key] = _exact(rebind(hook))
+        return copies[0]
+
+    def buffers_of(self, replica: nn.Module) -> dict[str, Tensor]:
+        """The buffers of a replica by their names here, as its forward left them."""
+        return dict(_named(replica, "_buffers"))
+
+    def _filled(
+        self, i: int, kept: nn.Module, copies: list[nn.Module], tensors: Mapping[int, Tensor]
+    ) -> dict[str, Any]:
+        attributes = dict(vars(kept))
+        for kind in ("_parameters", "_buffers"):
+            attributes[kind] = {
+                name: None if t is None else tensors[id(t)] for name, t in attributes[kind].items()
+            }
+        attributes["_modules"] = {
+            name: None if child is None else copies[self._index[id(child)]]
+            for name, child in attributes["_modules"].items()
+        }
+        for name in self._mutable[i]:
+            value = attributes[name]
+            attributes[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for name in {name for name, _, _ in self._hooks[i]}:
+            attributes[name] = attributes[name].copy()
+        return attributes
+
+
+def _is_mutable(name: str, value: Any) -> bool:
+    """Whether a forward could write to an attribute's value, which then must not be shared."""
+    if name in _INTERNAL:
+        return False
+    plain = isinstance(value, Tensor) and not value.requires_grad
+    return plain or type(value) in (list, dict, set, OrderedDict, deque)
 
 
 def functional(module: nn.Module) -> Functional:

@@ -352,7 +352,7 @@ def _packed(
             )
     flat = pack(tensors)
     spread = spreader(flat, tensors)
-    slots = block.slots
+    slots = {name: _uncounted(name, slot) for name, slot in block.slots.items()}
     scalars = [slot for name, slot in slots.items() if name in family.scalars]
     if len(tensors) > 1 and any(_per_element(v, flat) for v in (*_components(hyper), *scalars)):
         hyper = _tree.map(spread, hyper)
@@ -379,6 +379,11 @@ def _components(hyper: Mapping[str, Any]) -> list[Any]:
     return [
         v for value in hyper.values() for v in (value if isinstance(value, tuple) else (value,))
     ]
+
+
+def _uncounted(name: str, slot: Any) -> Any:
+    """A slot; a step counter without a graph, since nothing is differentiated by a count."""
+    return slot.detach() if name == "step" and isinstance(slot, Tensor) else slot
 
 
 def _many(value: Any) -> bool:

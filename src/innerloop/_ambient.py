@@ -1,0 +1,70 @@
+"""What surrounds a computation and must be the same when it is done again: random numbers, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Devices = tuple[torch.device, ...]
+
+
+def devices_of(leaves: Iterable[Any]) -> Devices:
+    """The accelerators on which some tensors live; they have random numbers of their own."""
+    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    return tuple(device for device in found if device.type not in ("cpu", "meta"))
+
+
+class Randomness:
+    """The random state of the CPU and of some devices at one moment."""
+
+    def __init__(self, devices: Devices, previous: Randomness | None = None) -> None:
+        self.cpu = torch.get_rng_state()
+        self.others = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
+        if previous is not None and torch.equal(self.cpu, previous.cpu):
+            # A long run of steps without random numbers keeps one state, not thousands.
+            self.cpu = previous.cpu
+
+    def set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.others:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def preserved(devices: Devices) -> Iterator[None]:
+    """Whatever the block does to the random state, it is afterwards as it was."""
+    before = Randomness(devices)
+    try:
+        yield
+    finally:
+        before.set()
+
+
+class Autocast:
+    """The autocast settings of the moment it was made.
+
+    Inside, casts of weights are not cached: the cache would keep a cast of every step's weights
+    until the user's autocast block ends.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        kinds = {"cpu", *(device.type for device in devices)}
+        self.settings = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.settings:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
+            yield

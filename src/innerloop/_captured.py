@@ -1,0 +1,205 @@
+"""Tensors that a step uses without being given them: noticed, named, and exchanged.
+
+A loss may close over a tensor that requires grad. A strategy that computes a step twice must know of
+it, or its gradient would silently be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from innerloop import _tree
+from innerloop.errors import RequirementError, four_part
+
+_local = threading.local()
+
+
+class Watch:
+    """The tensors requiring grad that steps were seen to use without being given them."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+        self._nodes: set[Any] = set()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self.found.values())
+
+    def inspect(
+        self,
+        outputs: Iterable[Tensor],
+        sources: Iterable[Tensor],
+        since: int,
+        again: Callable[[], Any],
+        roots: Sequence[Any],
+    ) -> None:
+        """Note what ``outputs`` depend on besides ``sources``.
+
+        ``since`` is the sequence number of autograd when their computation began; ``again`` repeats
+        the computation, to catch tensors that were computed before; ``roots`` are the functions
+        that may hold them, to find their names.
+        """
+        leaves, nodes = strangers(outputs, sources, since)
+        self.found.update((id(leaf), leaf) for leaf in leaves)
+        missing = [node for node in nodes if node not in self._nodes]
+        if not missing:
+            return
+        with _Spy(set(missing)) as spy:
+            again()
+        unseen = set(missing) - {t.grad_fn for t in spy.seen.values()}
+        if unseen:
+            raise RequirementError(not_followed(unseen.pop().name(), None, roots))
+        self.found.update(spy.seen)
+        self._nodes.update(missing)
+
+
+def current() -> Watch | None:
+    """The watch that a strategy has set for the steps of this thread."""
+    return getattr(_local, "watch", None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Watch]:
+    """Have the steps of this thread report what they were not given."""
+    outer, watch = current(), Watch()
+    _local.watch = watch
+    try:
+        yield watch
+    finally:
+        _local.watch = outer
+
+
+def sequence_number() -> int:
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def strangers(
+    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int
+) -> tuple[list[Tensor], list[Any]]:
+    """Leaves, and nodes of the graph made before ``since``, that ``outputs`` depend on."""
+    sources = list(sources)
+    known = {id(t) for t in sources}
+    seen = {t.grad_fn for t in sources if t.grad_fn is not None}
+    leaves: dict[int, Tensor] = {}
+    nodes: list[Any] = []
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in known:
+                leaves[id(variable)] = variable
+        elif node._sequence_nr() < since:
+            nodes.append(node)
+        else:
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+    return list(leaves.values()), nodes
+
+
+class _Spy(TorchFunctionMode):
+    """Collects the arguments of torch's functions that were computed by some nodes."""
+
+    def __init__(self, nodes: set[Any]) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in _tree.flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor) and leaf.grad_fn in self.nodes:
+                self.seen[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))
+
+
+class exchanged(TorchFunctionMode):
+    """Lets torch's functions take other tensors in the place of some, by their ids."""
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.others = others
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = _tree.map(self._other, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _other(self, value: Any) -> Any:
+        return self.others.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def not_followed(kind: str, tensor: Tensor | None, roots: Sequence[Any]) -> str:
+    """The message for a tensor whose gradient a strategy cannot give."""
+    name = None if tensor is None else name_of(tensor, roots)
+    what = f"{name!r}, " if name else ""
+    shape = f" of shape {tuple(tensor.shape)}" if tensor is not None else ""
+    return four_part(
+        f"The step uses {what}a tensor{shape} that requires grad ({kind}) and that it was not "
+        "given.",
+        "every tensor that is to get a gradient in the state, in the meta-parameters, as a "
+        "parameter of a loss module, or in the batch (Requirement III).",
+        "this strategy takes derivatives step by step and by what a step is given; the gradient of "
+        "this tensor would be silently zero.",
+        "loss as an nn.Module with it as a parameter, backward=Tape(), or .detach() it if no "
+        "gradient is wanted.",
+    )
+
+
+def name_of(tensor: Tensor, roots: Sequence[Any]) -> str | None:
+    """How a function or module that is among ``roots`` calls a tensor."""
+    level = [(root, "") for root in roots]
+    seen: set[int] = set()
+    for _ in range(4):
+        following: list[tuple[Any, str]] = []
+        for value, path in level:
+            if value is tensor:
+                return path
+            if id(value) not in seen:
+                seen.add(id(value))
+                following += [(v, f"{path}.{n}" if path else n) for n, v in _held_by(value)]
+        level = following
+    return None
+
+
+def _held_by(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        closed = [(name, _content(cell)) for name, cell in cells]
+        names = value.__code__.co_names
+        return closed + [(n, value.__globals__[n]) for n in names if n in value.__globals__]
+    if isinstance(value, MethodType):
+        return [("", value.__self__), ("", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("", value.func), *((str(i), a) for i, a in enumerate(value.args))] + list(
+            value.keywords.items()
+        )
+    if isinstance(value, nn.Module):
+        return [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
+    if isinstance(value, Mapping):
+        return [(str(key), item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [(str(i), item) for i, item in enumerate(value)]
+    if hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
+        return list(vars(value).items())
+    return []
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

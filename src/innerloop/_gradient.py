@@ -1,0 +1,58 @@
+"""What every inner gradient needs: a loss that has one, and an update in full precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be an inner loss."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        kind = "complex tensor" if isinstance(loss, Tensor) and loss.is_complex() else "tensor"
+        found = f"a {kind} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the loss.",
+                "a real tensor with one value.",
+                "the inner gradient is that of a scalar.",
+                "loss.mean() or loss.sum().",
+            )
+        )
+    if not loss.requires_grad:
+        raise RequirementError(
+            four_part(
+                "You gave a loss that does not require grad.",
+                "a loss that depends on the model's weights through differentiable operations.",
+                "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
+                "the loss as a tensor straight from the output of the model you are handed, with "
+                "gradients enabled.",
+            )
+        )
+    if not is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
+        raise InnerLoopError(
+            four_part(
+                "The loss is NaN.",
+                "a finite loss.",
+                "every weight would be NaN after this step.",
+                "a smaller learning rate, clipped gradients (grad_callback= or grad_transform=), "
+                "or check the input for NaN.",
+            )
+        )
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """An update is not part of an autocast region, as ``torch.optim``'s is not."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield

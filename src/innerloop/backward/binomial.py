@@ -1,0 +1,40 @@
+"""A fixed number of kept states, visited in binomial order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from innerloop.backward._schedules import binomial
+from innerloop.backward._strategy import Backward, Step, fold, stacked
+from innerloop.backward._walk import walk
+from innerloop.backward.remat import check_count
+
+
+@dataclass(frozen=True)
+class Binomial(Backward):
+    """Keep at most ``slots`` states and reach the others by taking steps again.
+
+    The order is that of Griewank's *revolve*: no other one needs fewer steps. With C(slots + r, r)
+    steps, none is taken more than r times.
+
+    Memory: ``slots`` states and the working one, and the activations of one step, whatever J is.
+    Time:   that of :class:`Remat`, and up to r - 1 further forwards and inner gradients per step.
+    Exact:  yes.
+    """
+
+    slots: int = 8
+
+    def __post_init__(self) -> None:
+        check_count("Binomial", "slots", self.slots)
+
+    def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        if not len(batches) or not torch.is_grad_enabled():
+            state, outs = fold(step, state, meta, batches)
+            return state, stacked(outs)
+        schedule = functools.partial(binomial, len(batches), self.slots)
+        return walk(step, state, meta, batches, schedule)

@@ -1,0 +1,82 @@
+"""Only the last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from innerloop import _tree
+from innerloop.backward._strategy import Backward, Step, detached, fold, stacked
+from innerloop.backward.remat import check_count
+from innerloop.backward.tape import Tape
+from innerloop.errors import InnerLoopError, four_part
+
+
+@dataclass(frozen=True)
+class Truncated(Backward):
+    """Differentiate the last ``k`` steps and take what came before as given.
+
+    ``within`` is the strategy for these steps. With ``carry=True`` an ``InnerLoop`` goes on, at each
+    call, from where its last one ended, for online meta-learning along one long run.
+
+    Memory: that of ``within`` for k steps.
+    Time:   that of ``within`` for k steps, and a plain training step for each of the others.
+    Exact:  no: what a meta-parameter did before the last k steps is left out.
+    """
+
+    k: int
+    within: Backward = field(default_factory=Tape)
+    carry: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("Truncated", "k", self.k)
+        if not isinstance(self.within, Backward) or isinstance(self.within, Truncated):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Truncated({self.k}, within={self.within!r}).",
+                    "another strategy.",
+                    "it decides how the last k steps are differentiated.",
+                    "Truncated(20, within=innerloop.Remat()).",
+                )
+            )
+
+    def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        before = max(len(batches) - self.k, 0)
+        with torch.no_grad():
+            head = Part(batches, 0, before)
+            early, outs = fold(step, _tree.map(detached, state), meta, head)
+        if before:
+            state = _tree.map(detached, early)
+        state, late = self.within.run(step, state, meta, Part(batches, before, len(batches)))
+        return state, _joined(stacked(outs), late)
+
+
+class Part(Sequence[Any]):
+    """Some of the batches, fetched only when they are asked for."""
+
+    def __init__(self, batches: Sequence[Any], start: int, stop: int) -> None:
+        self.batches, self.start, self.stop = batches, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, j: Any) -> Any:
+        if not 0 <= j < len(self):
+            raise IndexError(j)
+        return self.batches[self.start + j]
+
+
+def _joined(early: Any, late: Any) -> Any:
+    if early is None:
+        return late
+    first, spec = _tree.flatten(early, is_leaf=_is_list)
+    second = _tree.flatten(late, is_leaf=_is_list)[0]
+    pairs = zip(first, second, strict=True)
+    return _tree.unflatten([a + b if _is_list(a) else torch.cat([a, b]) for a, b in pairs], spec)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)

@@ -1,0 +1,77 @@
+"""Gradient transforms for the inner loop, exactly differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop._numerics import safe_norm, safe_sqrt
+from innerloop.errors import InnerLoopError, four_part
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """Made by :func:`clip_norm`."""
+
+    max_norm: Any
+
+    def __call__(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        norms = [safe_norm(_real(grad)) for grad in grads.values()]
+        total = safe_sqrt(torch.stack(norms).square().sum())
+        # The small number is torch's, so that the values are those of clip_grad_norm_.
+        factor = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
+        return {name: grad * factor.to(grad.dtype) for name, grad in grads.items()}
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """Made by :func:`clip_value`."""
+
+    limit: Any
+
+    def __call__(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: grad.clamp(-self.limit, self.limit) for name, grad in grads.items()}
+
+
+def clip_norm(max_norm: Any) -> ClipNorm:
+    """Scale the inner gradients so that their joint norm is at most ``max_norm``.
+
+    The values are those of ``torch.nn.utils.clip_grad_norm_``; the derivative of the scaling is
+    part of the meta-gradient. ``max_norm`` may be a tensor that is learned.
+
+    >>> clip_norm(1.0)({"w": torch.tensor([3.0, 4.0])})
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    _check("clip_norm", max_norm)
+    return ClipNorm(max_norm)
+
+
+def clip_value(limit: Any) -> ClipValue:
+    """Clamp every element of the inner gradients to ``[-limit, limit]``.
+
+    >>> clip_value(1.0)({"w": torch.tensor([3.0, -0.5])})
+    {'w': tensor([ 1.0000, -0.5000])}
+    """
+    _check("clip_value", limit)
+    return ClipValue(limit)
+
+
+def _check(name: str, limit: Any) -> None:
+    number = isinstance(limit, int | float | Tensor) and not isinstance(limit, bool)
+    if not number or (not isinstance(limit, Tensor) and not limit > 0):
+        raise InnerLoopError(
+            four_part(
+                f"You wrote {name}({limit!r}).",
+                "a number above 0, or a tensor.",
+                "it bounds the size of the gradients.",
+                f"innerloop.{name}(1.0).",
+            )
+        )
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad

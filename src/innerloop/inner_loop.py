@@ -1,0 +1,362 @@
+"""``InnerLoop``: training as a module whose parameters are the meta-parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from innerloop import _tree
+from innerloop import tasks as _tasks
+from innerloop.adapted import Adapted, AdaptedTasks
+from innerloop.backward import Backward, Tape, Truncated
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.functional import Template, functional
+from innerloop.learn import Learn, at_step, learned_parameters, natural, parsed
+from innerloop.optim import Rule, from_torch
+from innerloop.optim._blocks import plain_settings, write_settings
+from innerloop.optim._settings import merged
+from innerloop.schedules import Factors, check_schedule, start_values
+from innerloop.step import InnerStep, Meta, State, inner_step
+from innerloop.unroll import as_batches, check_strategy, unroll
+
+
+class InnerLoop(nn.Module):
+    """Train a model for some steps and measure it, differentiably in whatever shaped the training.
+
+    It is made of the paper's three parts: a model (its weights are θ₀), an optimizer (φ_opt), and a
+    loss (φ_loss). Its own parameters are the meta-parameters φ: the model's weights if ``"init"`` is
+    learned, the learned settings, and the weights of a loss or an optimizer that is a module. The
+    model and the optimizer are read at every call, at their current state, and never changed.
+
+    Args:
+        model: any module.
+        optimizer: a ``torch.optim`` instance over its parameters, or a learned optimizer: a module
+            with ``init(params)`` and ``update(params, grads, state)``.
+        loss: ``loss(model, batch)``, a scalar or a tuple that begins with one; may be a module.
+        learn: what is meta-learned: ``"init"`` and names of settings; or a mapping from these to
+            ``True`` or :class:`innerloop.Learn`.
+        backward: how the gradient is computed, one of :mod:`innerloop.backward`.
+        first_order: take inner gradients as constants.
+        val_loss: ``val_loss(model, val)``; by default ``loss``.
+        grad_transform: maps the inner gradients by name to others, as :func:`innerloop.clip_norm`.
+        schedule: a function from the step to a factor of the learning rate, or a scheduler of
+            ``torch.optim.lr_scheduler`` over the optimizer.
+
+    >>> model = nn.Linear(1, 1)
+    >>> inner = InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1),
+    ...                   lambda model, batch: (model(batch) - 1).square().mean(),
+    ...                   learn=("init", "lr"))
+    >>> batch = torch.ones(4, 1)
+    >>> inner([batch] * 3, batch).backward()
+    >>> [name for name, p in inner.named_parameters() if p.grad is not None]
+    ['model.weight', 'model.bias', 'settings.lr']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | nn.Module,
+        loss: Callable[..., Any],
+        learn: Any = ("init",),
+        backward: Backward | None = None,
+        *,
+        first_order: bool = False,
+        val_loss: Callable[..., Any] | None = None,
+        grad_transform: Callable[..., Any] | None = None,
+        schedule: Any = None,
+    ) -> None:
+        super().__init__()
+        _check_parts(model, optimizer, loss)
+        self.learn_init, self.learned = parsed(learn)
+        self.backward = check_strategy(Tape() if backward is None else backward)
+        self.first_order = first_order
+        template = functional(model).template()
+        if self.learn_init:
+            self.model = model
+        else:
+            # Not registered: the weights are no meta-parameters.
+            self.__dict__["model"] = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.val_loss = val_loss
+        self.grad_transform = grad_transform
+        self.schedule = schedule
+        self._names: tuple[str, ...] = ()
+        self._carried: Any = None
+        self.settings = nn.ParameterDict()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            rule = from_torch(optimizer, template.params)
+            self._names = rule.names or ()
+            if schedule is not None:
+                check_schedule(schedule, optimizer)
+            params = [template.params[name] for name in self._names]
+            start = start_values(optimizer, schedule)
+            self.settings = learned_parameters(rule, self.learned, params, start)
+        elif self.learned or schedule is not None:
+            raise InnerLoopError(_no_settings(self.learned, schedule))
+
+    # The interface. -----------------------------------------------------------------------------
+
+    def forward(self, train: Any, val: Any, *, tasks: bool = False) -> Tensor:
+        """L_val after one step for each batch in ``train``.
+
+        With ``tasks=True`` every tensor has a leading task axis, and so has the result. [tasks]
+        """
+        adapted = self.adapt(train, tasks=tasks, val=val)
+        if isinstance(adapted, AdaptedTasks):
+            parts = [self._measured(one, _tasks.sliced(val, t)) for t, one in enumerate(adapted.each)]
+            return torch.stack(parts)
+        return self._measured(adapted, val)
+
+    def adapt(self, train: Any, *, tasks: bool = False, val: Any = None) -> Any:
+        """The model after one step for each batch: an :class:`Adapted`, or one for each task.
+
+        Under ``torch.no_grad()`` no graph is kept.
+        """
+        batches = as_batches(train)
+        run = self.prepared(len(batches))
+        if not tasks:
+            return run.adapted(batches, self._carry(0), self._keep(0))
+        count = _tasks.count(batches, val)
+        each = [
+            run.adapted(_tasks.of_task(batches, t), self._carry(t), self._keep(t))
+            for t in range(count)
+        ]
+        return AdaptedTasks(each)
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """The learned settings in their own units, without a graph."""
+        with torch.no_grad():
+            return _tree.map(lambda t: t.detach(), natural(self.learned, self.settings))
+
+    def write_to(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Put the learned settings into an ordinary optimizer, by default the loop's own."""
+        target = self.optimizer if optimizer is None else optimizer
+        if not isinstance(target, torch.optim.Optimizer):
+            raise InnerLoopError(_no_settings(self.learned, None))
+        for name, learn in self.learned.items():
+            if learn.steps is not None:
+                raise InnerLoopError(
+                    four_part(
+                        f"You learned {name!r} per step and write it to an optimizer.",
+                        "one value for all steps.",
+                        "torch.optim keeps one number per group.",
+                        "inner.hyper to read the values, and set those you want.",
+                    )
+                )
+        rule = from_torch(target)
+        with torch.no_grad():
+            hyper = self._at(rule, self.meta(rule).opt, 0)
+        shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
+        groups = merged(rule.family, rule.groups, shapes, hyper)
+        plain = plain_settings(rule.family, groups)
+        write_settings(target, [{n: s[n] for n in self.learned} for s in plain])
+
+    def restart(self) -> None:
+        """Forget the state carried over from the last call; see :class:`innerloop.Truncated`."""
+        self._carried = None
+
+    # What a call is made of. --------------------------------------------------------------------
+
+    def prepared(self, steps: int) -> Prepared:
+        """The three parts as they are now, as pure functions and plain tensors."""
+        template = functional(self.model).template()
+        self._check_reach(steps)
+        params = {n: p if self.learn_init else p.detach() for n, p in template.params.items()}
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
+            factors = None if self.schedule is None else Factors(self.schedule)
+            settings = _Settings(self, rule, factors)
+        else:
+            rule, settings = self.optimizer, None
+        step = inner_step(
+            self.loss,
+            rule,
+            first_order=self.first_order,
+            grad_transform=self.grad_transform,
+            schedule=settings,
+        )
+        step = dataclasses.replace(step, model=template)
+        state = State(params, template.buffers, rule.init(params))
+        return Prepared(step, state, self.meta(rule), self.backward)
+
+    def meta(self, rule: Any = None) -> Meta:
+        """φ as the steps see it: settings in their own units, the loss's weights by name."""
+        loss = functional(self.loss).params if isinstance(self.loss, nn.Module) else {}
+        if not isinstance(rule, Rule):
+            return Meta(functional(self.optimizer).params, loss)
+        given = {
+            name: values
+            for name, values in rule.hyper.items()
+            if any(isinstance(v, Tensor) and v.requires_grad for v in _tree.flatten(values)[0])
+        }
+        return Meta({**given, **natural(self.learned, self.settings)}, loss)
+
+    def _at(self, rule: Rule, opt: Mapping[str, Any], time: int) -> dict[str, Any]:
+        sizes = rule.sizes or ()
+        hyper = dict(opt)
+        for name, learn in self.learned.items():
+            hyper[name] = at_step(
+                name, learn, opt[name], time, sizes, rule.family.settings[name]
+            )
+        return hyper
+
+    def _measured(self, adapted: Adapted, val: Any) -> Tensor:
+        measure = self.loss if self.val_loss is None else self.val_loss
+        value = measure(adapted.module, val)
+        value = value[0] if isinstance(value, tuple) and value else value
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InnerLoopError(
+                four_part(
+                    f"Your validation loss returned {found}.",
+                    "a real tensor with one value, or a tuple that begins with one.",
+                    "the meta-gradient is that of a scalar.",
+                    "val_loss=lambda model, val: per_example(model, val).mean().",
+                )
+            )
+        if torch.is_grad_enabled() and not value.requires_grad and self._asks():
+            raise RequirementError(
+                four_part(
+                    "The validation loss does not depend on the adapted weights by differentiable "
+                    "operations.",
+                    "a differentiable L_val (Requirement I).",
+                    "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the graph, "
+                    "so no meta-gradient exists.",
+                    "a differentiable proxy such as cross-entropy as val_loss; or call under "
+                    "torch.no_grad() if no gradient is wanted.",
+                )
+            )
+        return value.reshape(())
+
+    def _asks(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+    def _check_reach(self, steps: int) -> None:
+        cut = isinstance(self.backward, Truncated) and steps > self.backward.k
+        if cut and self.learn_init and torch.is_grad_enabled():
+            raise RequirementError(
+                four_part(
+                    f"You learn 'init' with {self.backward} and {steps} steps.",
+                    f"at most {self.backward.k} steps, or other meta-parameters.",
+                    "the truncated gradient never gets back to the initial weights.",
+                    f"Truncated({steps}), another strategy, or learn without 'init'.",
+                )
+            )
+
+    def _carry(self, task: int) -> State | None:
+        return None if self._carried is None else self._carried.get(task)
+
+    def _keep(self, task: int) -> Callable[[State], None]:
+        def keep(state: State) -> None:
+            if isinstance(self.backward, Truncated) and self.backward.carry:
+                self._carried = {**(self._carried or {}), task: state}
+
+        return keep
+
+    # Modules. -----------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InnerLoop:
+        super()._apply(fn, recurse)
+        if "model" not in self._modules:
+            self.model._apply(fn, recurse)
+        if self._carried is not None:
+            self._carried = _tree.map(lambda v: fn(v) if isinstance(v, Tensor) else v, self._carried)
+        return self
+
+    def train(self, mode: bool = True) -> InnerLoop:
+        super().train(mode)
+        if "model" not in self._modules:
+            self.model.train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        learned = [*(["init"] if self.learn_init else []), *self.learned]
+        kind = type(self.optimizer).__name__
+        return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """One call of an :class:`InnerLoop`, as plain data: a step, where it starts, and φ."""
+
+    step: InnerStep
+    state: State
+    meta: Meta
+    backward: Backward
+
+    def adapted(
+        self, batches: Any, carried: State | None, keep: Callable[[State], None]
+    ) -> Adapted:
+        start = self.state if carried is None else carried
+        state, outs = unroll(self.step, start, self.meta, batches, self.backward)
+        plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
+        state = state._replace(buffers=plain)
+        keep(_tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, state))
+        assert self.step.model is not None
+        return Adapted(self.step.model, self.step.rule, state, outs)
+
+
+class _Settings:
+    """The settings of one step, out of φ_opt: granularity, then the schedule."""
+
+    def __init__(self, inner: InnerLoop, rule: Rule, factors: Factors | None) -> None:
+        self.inner, self.rule, self.factors = inner, rule, factors
+
+    def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
+        hyper = self.inner._at(self.rule, opt, time)
+        if self.factors is None:
+            return hyper
+        groups = len(self.rule.groups)
+        every = {**self.rule.hyper, **hyper}
+        listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
+        return self.factors.apply(listed, opt, time)
+
+
+def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InnerLoopError(
+            four_part(
+                f"You gave a {type(model).__name__} as the model.",
+                "a torch.nn.Module.",
+                "its weights are where training starts.",
+                "InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).",
+            )
+        )
+    learned = isinstance(optimizer, nn.Module) and all(
+        callable(getattr(optimizer, name, None)) for name in ("init", "update")
+    )
+    if not isinstance(optimizer, torch.optim.Optimizer) and not learned:
+        found = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the optimizer.",
+                "an instance of a torch.optim class, or a module with init and update.",
+                "its settings and its state are where training starts.",
+                "torch.optim.SGD(model.parameters(), lr=0.1).",
+            )
+        )
+    if not callable(loss):
+        raise InnerLoopError(
+            four_part(
+                f"You gave a {type(loss).__name__} as the loss.",
+                "a function loss(model, batch) or a module.",
+                "it is evaluated again at every step.",
+                "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
+            )
+        )
+
+
+def _no_settings(learned: Mapping[str, Learn], schedule: Any) -> str:
+    what = f"learn={tuple(learned)}" if learned else f"schedule={schedule!r}"
+    return four_part(
+        f"You gave {what} with a learned optimizer.",
+        "an optimizer of torch.optim for settings by name.",
+        "a learned optimizer has no settings; its weights are meta-parameters already.",
+        "learn=('init',) or learn=().",
+    )

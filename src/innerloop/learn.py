@@ -1,0 +1,246 @@
+"""Which settings of an optimizer are meta-learned, for what each has a value, and in what range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from innerloop import _tree
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.optim import Rule
+from innerloop.optim._settings import check_name
+
+_PER = ("group", "parameter", "element", "step")
+_TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "log": (torch.exp, torch.log),
+    "logit": (torch.sigmoid, torch.logit),
+    "softplus": (nn.functional.softplus, lambda y: y + torch.log(-torch.expm1(-y))),
+}
+
+
+@dataclass(frozen=True)
+class Learn:
+    """How one setting is learned.
+
+    ``per`` says what has a value of its own: any of ``"group"``, ``"parameter"``, ``"element"`` and
+    ``"step"``, or several. With ``"step"``, ``steps`` is the number of steps. ``transform`` keeps the
+    value in its range by learning another number: ``"log"`` and ``"softplus"`` for what is above 0,
+    ``"logit"`` for what is between 0 and 1, or a pair of functions, from the learned number to the
+    setting and back.
+
+    >>> Learn(per=("parameter", "step"), steps=5, transform="log").per
+    ('parameter', 'step')
+    """
+
+    per: str | tuple[str, ...] = "group"
+    steps: int | None = None
+    transform: str | tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        per = (self.per,) if isinstance(self.per, str) else tuple(self.per)
+        object.__setattr__(self, "per", per)
+        unknown = [name for name in per if name not in _PER]
+        spatial = [name for name in per if name != "step"]
+        if unknown or len(spatial) > 1 or len(set(per)) != len(per):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Learn(per={self.per!r}).",
+                    "one of 'group', 'parameter' and 'element', 'step', or one of the former with "
+                    "'step'.",
+                    "a finer one of the first three includes the coarser ones.",
+                    "Learn(per=('parameter', 'step'), steps=5).",
+                )
+            )
+        valid = isinstance(self.steps, int) and self.steps > 0
+        if ("step" in per) != (self.steps is not None) or (self.steps is not None and not valid):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Learn(per={self.per!r}, steps={self.steps!r}).",
+                    "steps, a whole number above 0, with per='step', and no steps without it.",
+                    "there is one value for each step.",
+                    "Learn(per=('group', 'step'), steps=5).",
+                )
+            )
+        pair = isinstance(self.transform, tuple) and len(self.transform) == 2
+        if not (self.transform is None or pair or self.transform in _TRANSFORMS):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Learn(transform={self.transform!r}).",
+                    f"one of {', '.join(map(repr, _TRANSFORMS))}, a pair of functions, or None.",
+                    "it takes the learned number to the setting, and back.",
+                    "Learn(transform='log') for a learning rate.",
+                )
+            )
+
+    @property
+    def over(self) -> str:
+        """What has its own value within one step."""
+        return next((name for name in self.per if name != "step"), "group")
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The setting, given the learned number."""
+        return raw if self.transform is None else self._pair[0](raw)
+
+    def inverse(self, name: str, value: Tensor) -> Tensor:
+        """The learned number, given the setting."""
+        raw = value if self.transform is None else self._pair[1](value)
+        if not bool(torch.isfinite(raw).all()):
+            raise InnerLoopError(
+                four_part(
+                    f"You learn {name!r} with transform={self.transform!r}, and the optimizer has "
+                    f"the value {value.reshape(-1)[0].item():g}.",
+                    "a value inside the transform's range.",
+                    "no finite number is mapped to it.",
+                    f"torch.optim...(..., {name}=...) with a value inside, or another transform.",
+                )
+            )
+        return raw
+
+    @property
+    def _pair(self) -> Any:
+        if isinstance(self.transform, str):
+            return _TRANSFORMS[self.transform]
+        return self.transform
+
+
+def parsed(learn: Any) -> tuple[bool, dict[str, Learn]]:
+    """Whether the initial weights are learned, and which settings are, and how."""
+    if isinstance(learn, str):
+        learn = (learn,)
+    if not isinstance(learn, Mapping):
+        if not isinstance(learn, Sequence | set | frozenset):
+            raise InnerLoopError(_not_a_choice(learn))
+        learn = dict.fromkeys(learn, True)
+    init, chosen = False, {}
+    for name, how in learn.items():
+        if how is True:
+            how = Learn()
+        if not isinstance(name, str) or not (how is False or isinstance(how, Learn)):
+            raise InnerLoopError(_not_a_choice({name: how}))
+        if name == "init":
+            if how not in (False, Learn()):
+                raise InnerLoopError(_not_a_choice({name: how}))
+            init = how is not False
+        elif how is not False:
+            chosen[name] = how
+    return init, chosen
+
+
+def _not_a_choice(found: Any) -> str:
+    return four_part(
+        f"You gave learn={found!r}.",
+        "names of what is learned, or a mapping from names to True, False or innerloop.Learn(...).",
+        "'init' is learned or not; each setting has a granularity and a range.",
+        "learn=('init', 'lr') or learn={'init': True, 'lr': il.Learn(per='parameter')}.",
+    )
+
+
+def learned_parameters(
+    rule: Rule, how: Mapping[str, Learn], params: Sequence[Tensor], start: Sequence[Mapping]
+) -> nn.ParameterDict:
+    """The learned numbers of every setting, starting from the values in ``start``, by group."""
+    found = nn.ParameterDict()
+    sizes = rule.sizes or (len(params),)
+    for name, learn in how.items():
+        check_name(rule.family, name)
+        values = [_as_value(rule, name, group[name], params[0]) for group in start]
+        found[name] = _initial(name, learn, values, sizes, params)
+    return found
+
+
+def _as_value(rule: Rule, name: str, value: Any, like: Tensor) -> Tensor:
+    parts = value if isinstance(value, list | tuple) else (value,)
+    if any(part is None for part in parts):
+        raise InnerLoopError(
+            four_part(
+                f"You learn {name!r}, and {rule.family.name} has {value!r} there.",
+                "a number to start from.",
+                "None means a default that torch chooses by dtype.",
+                f"torch.optim.{rule.family.name}(..., {name}=...) with numbers.",
+            )
+        )
+    dtype = like.real.dtype if like.is_complex() else like.dtype
+    dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    single = not isinstance(value, list | tuple)
+    numbers = [float(part) for part in parts]
+    return torch.tensor(numbers[0] if single else numbers, dtype=dtype, device=like.device)
+
+
+def _initial(
+    name: str,
+    learn: Learn,
+    values: Sequence[Tensor],
+    sizes: Sequence[int],
+    params: Sequence[Tensor],
+) -> Any:
+    """[steps, groups or parameters, components], or a list of [steps, components, *shape]."""
+    raw = [learn.inverse(name, value) for value in values]
+    of_each = [value for value, size in zip(raw, sizes, strict=True) for _ in range(size)]
+
+    def by_step(tensor: Tensor) -> nn.Parameter:
+        if learn.steps is not None:
+            tensor = tensor.expand(learn.steps, *tensor.shape)
+        return nn.Parameter(tensor.clone())
+
+    if learn.over == "element":
+        full = [
+            value.reshape(*value.shape, *[1] * p.dim()).expand(*value.shape, *p.shape)
+            for value, p in zip(of_each, params, strict=True)
+        ]
+        return nn.ParameterList([by_step(tensor) for tensor in full])
+    return by_step(torch.stack(raw if learn.over == "group" else of_each))
+
+
+def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]:
+    """The settings in their own units, out of the learned numbers."""
+    return {
+        name: [learn.forward(raw) for raw in found[name]]
+        if learn.over == "element"
+        else learn.forward(found[name])
+        for name, learn in how.items()
+    }
+
+
+def at_step(
+    name: str, learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int
+) -> list[Any]:
+    """One setting as the rule takes it: one value for each group, at one step."""
+    if learn.steps is not None:
+        if time >= learn.steps:
+            raise InnerLoopError(
+                four_part(
+                    f"You learn {name!r} per step for {learn.steps} steps and take step "
+                    f"{time + 1}.",
+                    "a value for every step.",
+                    "there is none for this one.",
+                    f"Learn(per='step', steps={time + 1}) or more, or fewer batches.",
+                )
+            )
+        value = _tree.map(lambda t: t[time], value)
+    if learn.over == "group":
+        return list(value.unbind())
+    if learn.over == "parameter":
+        parts = value.split(list(sizes))
+        return [tuple(part.unbind(1)) if arity > 1 else part for part in parts]
+    groups, start = [], 0
+    for size in sizes:
+        mine = value[start : start + size]
+        start += size
+        groups.append(tuple([t[k] for t in mine] for k in range(arity)) if arity > 1 else mine)
+    return groups
+
+
+def scaled(value: Any, factor: Any) -> Any:
+    """A setting of one group in any of its forms, times a factor."""
+    if isinstance(value, list | tuple):
+        return type(value)(scaled(part, factor) for part in value)
+    return value * factor
+
+
+def is_one(factor: Any) -> bool:
+    return not isinstance(factor, Tensor) and math.isclose(factor, 1.0, rel_tol=1e-15)

@@ -1,0 +1,330 @@
+"""Eq. 2: one training step as a pure function of a state, meta-parameters and a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from innerloop import _ambient, _captured, _second_order, _tree
+from innerloop._gradient import check_loss, full_precision
+from innerloop._kernels import twice_differentiable
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.functional import Template, functional
+from innerloop.optim import Rule
+
+Loss = Callable[..., Any]
+GradTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
+Settings = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+
+
+class State(NamedTuple):
+    """What a step changes: θ, the buffers, and the optimizer's state."""
+
+    params: Any
+    """Tensors by name, or any nesting of tensors."""
+    buffers: Mapping[str, Tensor] = {}
+    opt: Any = None
+    """The optimizer's state, as ``rule.init(params)`` makes it; ``None`` before the first step."""
+    time: int = 0
+    """How many steps led here."""
+
+
+class Meta(NamedTuple):
+    """φ: what shapes a step and is not changed by it."""
+
+    opt: Mapping[str, Any] = {}
+    """φ_opt: settings of the optimizer by name, or the weights of a learned one."""
+    loss: Mapping[str, Any] = {}
+    """φ_loss: parameters of the loss by name."""
+    anchor: Any = None
+    """The weights that a proximal term pulls towards, if there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerStep:
+    """``step(state, meta, batch) -> (state, out)``; made by :func:`inner_step`."""
+
+    loss: Loss
+    rule: Any
+    model: Template | None = None
+    loss_model: Template | None = None
+    rule_model: Template | None = None
+    first_order: bool = False
+    grad_transform: GradTransform | None = None
+    schedule: Settings | None = None
+    proximal: float = 0.0
+
+    def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
+        try:
+            return self._taken(state, meta, batch)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"This happened in inner step {state.time} (counted from 0).")
+            raise
+
+    # What strategies may ask of a step beyond calling it. ----------------------------------------
+
+    def with_proximal(self, strength: float) -> InnerStep:
+        """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""
+        return dataclasses.replace(self, proximal=strength)
+
+    def stationarity(self, state: State, meta: Meta, batch: Any) -> dict[str, Tensor]:
+        """The inner gradient: what is zero where training has converged."""
+        run = _Run(self, state, meta, batch)
+        return {name: g for name, g in run.gradients(True).items() if g is not None}
+
+    @property
+    def roots(self) -> tuple[Any, ...]:
+        """Where the names of tensors can be found that the step closes over."""
+        return self.loss, self.grad_transform, self.schedule
+
+    def _taken(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
+        tracked = torch.is_grad_enabled()
+        if state.opt is None:
+            state = state._replace(opt=self.rule.init(state.params))
+        run = _Run(self, state, meta, batch)
+        grads = run.gradients(tracked and not self.first_order)
+        # With nothing that requires grad this makes no graph, but it shows what was closed over.
+        watch = None if tracked else _captured.current()
+        since = _captured.sequence_number()
+        with torch.set_grad_enabled(tracked or watch is not None):
+            new = self.updated(state, meta, grads, run)
+        if watch is not None:
+            leaves = [t for t in _tree.flatten(new)[0] if isinstance(t, Tensor)]
+            if any(leaf.requires_grad for leaf in leaves):
+                _inspect_update(watch, self, state, meta, grads, run, leaves, since)
+                new = _tree.map(_detached, new)
+        params, opt = new
+        out = run.out if run.followed else _tree.map(_detached, run.out)
+        return State(params, run.buffers, opt, state.time + 1), out
+
+    def updated(
+        self, state: State, meta: Meta, grads: Mapping[str, Any], run: _Run
+    ) -> tuple[Any, Any]:
+        """The rule's part of a step: the new weights and the new optimizer state."""
+        with full_precision(run.value.device):
+            if self.grad_transform is not None:
+                present = {name: g for name, g in grads.items() if g is not None}
+                grads = {**grads, **self._checked(self.grad_transform(present), present)}
+            found = _rebuilt(state.params, grads)
+            if self.rule_model is not None:
+                return self.rule_model.bind(meta.opt).update(state.params, found, state.opt)
+            hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
+            if not self.evaluates:
+                return self.rule.update(state.params, found, state.opt, hyper)
+            return self.rule.update(state.params, found, state.opt, hyper, evaluate=run.elsewhere)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the rule asks for the loss at other weights within a step (LBFGS)."""
+        return isinstance(self.rule, Rule) and self.rule.family.layout == "whole"
+
+    @staticmethod
+    def _checked(given: Any, present: Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(given, Mapping) and given.keys() == present.keys():
+            return given
+        raise InnerLoopError(
+            four_part(
+                f"Your grad_transform returned {type(given).__name__}.",
+                "a mapping with the names of the gradients it was given.",
+                "gradients are matched to weights by name.",
+                "return {name: f(g) for name, g in grads.items()}.",
+            )
+        )
+
+
+class _Run:
+    """One evaluation of the loss: its value, and the gradient by the weights it was taken at."""
+
+    def __init__(self, step: InnerStep, state: State, meta: Meta, batch: Any) -> None:
+        self.step, self.state, self.meta, self.batch = step, state, meta, batch
+        self.buffers = state.buffers
+        self.out: Any = None
+        self.value: Tensor = None  # type: ignore[assignment]
+        self.followed = False
+        """Whether anything that a gradient could reach has a part in the loss."""
+
+    def gradients(self, create_graph: bool) -> dict[str, Any]:
+        """G = ∇ℓ(θ, φ_loss), with a graph or without; ``None`` for weights the loss leaves out."""
+        tracked, since = torch.is_grad_enabled(), _captured.sequence_number()
+        named = _named(self.state.params)
+        trained = self._trained(named)
+        sources = {name: _source(named[name], tracked) for name in trained}
+        with twice_differentiable if create_graph else contextlib.nullcontext():
+            with torch.enable_grad():
+                self.value, self.out = self._evaluated({**named, **sources})
+                check_loss(self.value)
+                self.followed = tracked and self._matters(sources.values(), since)
+                create_graph = create_graph and self.followed
+                found = torch.autograd.grad(
+                    self.value,
+                    list(sources.values()),
+                    retain_graph=self.followed,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+        if all(g is None for g in found):
+            raise RequirementError(
+                four_part(
+                    "The loss does not depend on any of the weights that the optimizer trains.",
+                    "a loss computed with the model it is handed.",
+                    "nothing would move.",
+                    "def loss(model, batch): ... model(x) ..., with that argument and not with a "
+                    "model from outside.",
+                )
+            )
+        watch = None if tracked else _captured.current()
+        if watch is not None:
+            watch.inspect(
+                [self.value], sources.values(), since, lambda: self._again(named), self.step.roots
+            )
+        if create_graph:
+            weights = list(sources.values())
+            names = list(sources)
+            _second_order.guard(self.value, found, weights, names.__getitem__)
+        if self.step.proximal:
+            found = [self._pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
+        return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
+
+    def elsewhere(self, params: Any) -> tuple[Tensor, Any]:
+        """The loss and its gradient at other weights, for rules that ask for them."""
+        other = _Run(self.step, State(params, self.buffers), self.meta, self.batch)
+        grads = other.gradients(torch.is_grad_enabled() and not self.step.first_order)
+        self.buffers = other.buffers
+        return other.value, _rebuilt(params, grads)
+
+    def _trained(self, named: Mapping[str, Any]) -> list[str]:
+        """The weights that move: those of the rule that are not frozen in the model."""
+        model, names = self.step.model, getattr(self.step.rule, "names", None)
+        frozen = () if model is None else {n for n, p in model.params.items() if not p.requires_grad}
+        own = named if names is None else set(names)
+        return [n for n, p in named.items() if n in own and n not in frozen and differentiable(p)]
+
+    def _matters(self, sources: Iterable[Tensor], since: int) -> bool:
+        given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            return True
+        return any(_captured.strangers([self.value], sources, since))
+
+    def _pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
+        pull = self.step.proximal * (param - _named(self.meta.anchor)[name])
+        return pull if grad is None else grad + pull
+
+    def _evaluated(self, named: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        step, loss = self.step, self.step.loss
+        if step.loss_model is not None:
+            loss = step.loss_model.bind(self.meta.loss)
+        if step.model is None:
+            extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
+            out = loss(_rebuilt(self.state.params, named), self.batch, *extra)
+        else:
+            replica = step.model.bind(named, self.state.buffers)
+            out = loss(replica, self.batch)
+            found = step.model.buffers_of(replica)
+            self.buffers = {name: buffer.detach() for name, buffer in found.items()}
+        if isinstance(out, tuple):
+            return (out[0] if out else None), out  # type: ignore[return-value]
+        return out, out
+
+    def _again(self, named: dict[str, Tensor]) -> None:
+        again = _Run(self.step, self.state, self.meta, self.batch)
+        devices = _ambient.devices_of(named.values())
+        with _ambient.preserved(devices), torch.enable_grad():
+            again._evaluated(named)
+
+
+def inner_step(
+    loss: Loss,
+    rule: Any,
+    model: nn.Module | None = None,
+    *,
+    first_order: bool = False,
+    grad_transform: GradTransform | None = None,
+    schedule: Settings | None = None,
+) -> InnerStep:
+    """One step of training as a pure function ``step(state, meta, batch) -> (state, out)`` (Eq. 2).
+
+    With a ``model``, ``loss(model, batch)`` is called with a replica that has the weights and
+    buffers of the state. Without one, ``loss(params, batch)`` gets the weights themselves, and
+    ``meta.loss`` as a third argument if there is any. A loss that is a module runs with the weights
+    ``meta.loss``. It returns a scalar, or a tuple that begins with one; that is ``out``.
+
+    ``rule`` is one of :mod:`innerloop.optim`, or a module with ``init(params)`` and
+    ``update(params, grads, state)``, a learned optimizer, whose weights are ``meta.opt``.
+    ``first_order`` takes the inner gradient as a constant. ``grad_transform`` maps gradients by name
+    to others. ``schedule(settings, time)`` gives the settings of one step out of ``meta.opt``.
+
+    >>> from innerloop import optim
+    >>> step = inner_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(), optim.sgd(0.1))
+    >>> state, loss = step(State({"w": torch.tensor([1.0])}), Meta(), torch.tensor([3.0]))
+    >>> state.params["w"], loss
+    (tensor([1.4000]), tensor(4.))
+    """
+    return InnerStep(
+        loss,
+        rule,
+        None if model is None else functional(model).template(),
+        functional(loss).template() if isinstance(loss, nn.Module) else None,
+        functional(rule).template() if isinstance(rule, nn.Module) else None,
+        first_order,
+        grad_transform,
+        schedule,
+    )
+
+
+def _named(params: Any) -> dict[str, Any]:
+    """The leaves of any nesting by name; a flat mapping keeps its own names."""
+    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
+        return dict(params)
+    return {str(i): leaf for i, leaf in enumerate(_tree.flatten(params)[0])}
+
+
+def _rebuilt(params: Any, named: Mapping[str, Any]) -> Any:
+    """The inverse of :func:`_named` for other leaves."""
+    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
+        return {name: named[name] for name in params}
+    leaves, spec = _tree.flatten(params)
+    return _tree.unflatten([named[str(i)] for i in range(len(leaves))], spec)
+
+
+def _source(param: Tensor, tracked: bool) -> Tensor:
+    """A weight as its own point of the graph: the inner gradient is a *partial* derivative.
+
+    Other weights, or parameters of the loss, may have been computed from this one.
+    """
+    if tracked and param.requires_grad:
+        return param.view_as(param)
+    return param.detach().requires_grad_()
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a value can have a derivative: a tensor of real or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _inspect_update(
+    watch: _captured.Watch,
+    step: InnerStep,
+    state: State,
+    meta: Meta,
+    grads: Mapping[str, Any],
+    run: _Run,
+    leaves: list[Tensor],
+    since: int,
+) -> None:
+    """Note what the rule or the transform of the gradients closed over."""
+
+    def again() -> None:
+        with torch.enable_grad():
+            step.updated(state, meta, grads, run)
+
+    watch.inspect(leaves, [], since, again, step.roots)

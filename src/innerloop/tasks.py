@@ -1,0 +1,47 @@
+"""A task axis: the first one of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from innerloop import _tree
+from innerloop.errors import InnerLoopError, four_part
+
+
+def count(train: Sequence[Any], val: Any = None) -> int:
+    """How many tasks there are: the size of the first axis of every tensor."""
+    distinct = {id(batch): batch for batch in (*train, val)}
+    leaves = [t for t in _tree.flatten(list(distinct.values()))[0] if isinstance(t, Tensor)]
+    sizes = {t.shape[0] if t.dim() else None for t in leaves}
+    if len(sizes) == 1 and None not in sizes:
+        return sizes.pop()
+    raise InnerLoopError(
+        four_part(
+            f"You called with tasks=True, and the tensors have first axes of {_shown(sizes)}.",
+            "the same number of tasks as the first axis of every tensor.",
+            "each task gets its own slice of every tensor.",
+            "tensors of shape [tasks, ...] in all batches, or tasks=False.",
+        )
+    )
+
+
+def _shown(sizes: set[int | None]) -> str:
+    words = ["no size (a 0-d tensor)" if s is None else str(s) for s in sizes]
+    return ", ".join(sorted(words)) or "no size (there is no tensor)"
+
+
+def of_task(train: Sequence[Any], task: int) -> list[Any]:
+    """The batches of one task; a batch that is used several times stays the same object."""
+    slices: dict[int, Any] = {}
+    for batch in train:
+        if id(batch) not in slices:
+            slices[id(batch)] = sliced(batch, task)
+    return [slices[id(batch)] for batch in train]
+
+
+def sliced(tree: Any, task: int) -> Any:
+    """One task's part of nested tensors; what is not a tensor belongs to all tasks."""
+    return _tree.map(lambda v: v[task] if isinstance(v, Tensor) else v, tree)

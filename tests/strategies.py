@@ -1,0 +1,42 @@
+"""The table of strategies, and how close two results of the same computation must be."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+import innerloop as il
+
+EXACT = [
+    il.Remat(),
+    il.Remat(every=2),
+    il.Binomial(1),
+    il.Binomial(2),
+    il.Forward(),
+    il.Truncated(1000, within=il.Remat()),
+    il.Auto("1GB"),
+]
+"""Those that give the tape's gradient, in a setting of each where they differ."""
+
+REVERSE = [il.Tape(), *(s for s in EXACT if not isinstance(s, il.Forward))]
+ALL = [il.Tape(), *EXACT]
+
+SAME = 1e-10
+"""Relative distance between two orders of the same operations, in float64."""
+
+
+def apart(actual: Tensor, expected: Tensor) -> float:
+    """The distance over the norm of `expected`; 0 where both are 0, not finite where one is not."""
+    actual, expected = (t.detach().to(torch.float64) for t in (actual, expected))
+    gap = (actual - expected).norm()
+    return 0.0 if gap == 0 else (gap / expected.norm()).item()
+
+
+def assert_same(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float = SAME
+) -> None:
+    """Tensor by tensor; a tensor of zeros must be met by zeros."""
+    for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == e.shape
+        assert a.dtype == e.dtype
+        assert apart(a, e) <= tolerance, (number, a, e)

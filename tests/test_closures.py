@@ -1,0 +1,397 @@
+"""A step that uses a tensor it was not given: the right gradient, or an error that names it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import innerloop as il
+from inner_problems import Training, squares, training
+from problems import Net, central_difference, flat
+from strategies import EXACT, apart, assert_same
+
+Loss = Callable[[nn.Module, Any], Any]
+
+each_exact = pytest.mark.parametrize("backward", EXACT, ids=repr)
+
+
+# The table: losses, as functions of the leaves they close over. ---------------------------------
+# What a loss closes over has `scale` in its name: that is what an error must say.
+
+
+def numbered(loss: Callable[[nn.Module, int, Any], Any]) -> Loss:
+    """For batches whose first part is the number of the step."""
+    return lambda model, batch: loss(model, batch[0], batch[1:])
+
+
+def leaf(scale: Tensor) -> Loss:
+    return numbered(lambda model, time, batch: scale * squares(model, batch))
+
+
+def parameters_of_a_module(weight: Tensor, bias: Tensor) -> Loss:
+    scales = nn.Linear(1, 1)
+    scales.weight, scales.bias = weight, bias
+    return numbered(lambda model, time, batch: F.mse_loss(scales(model(batch[0])), batch[1]))
+
+
+def computed_before(root: Tensor) -> Loss:
+    scale = root.exp()
+    return numbered(lambda model, time, batch: scale * squares(model, batch))
+
+
+def computed_inside(scale: Tensor) -> Loss:
+    return numbered(lambda model, time, batch: scale.exp() * squares(model, batch))
+
+
+def part_of_something_computed_before(*roots: Tensor) -> Loss:
+    scales = torch.stack(roots).exp()
+    return numbered(lambda model, time, batch: scales[time] * squares(model, batch))
+
+
+def another_leaf_at_each_step(*scales: Tensor) -> Loss:
+    return numbered(lambda model, time, batch: scales[time] * squares(model, batch))
+
+
+def another_computed_at_each_step(*roots: Tensor) -> Loss:
+    scales = [root.exp() for root in roots]
+    return numbered(lambda model, time, batch: scales[time] * squares(model, batch))
+
+
+def at_one_step(used: int, computed: bool) -> Callable[..., Loss]:
+    def make(root: Tensor) -> Loss:
+        scale = root.exp() if computed else root
+
+        def loss(model: nn.Module, time: int, batch: Any) -> Tensor:
+            return squares(model, batch) * (scale if time == used else 1.0)
+
+        return numbered(loss)
+
+    return make
+
+
+class Teacher:
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.scale * squares(model, batch[1:])
+
+
+def attribute(scale: Tensor) -> Loss:
+    return Teacher(scale).loss
+
+
+def keyword_of_a_partial(scale: Tensor) -> Loss:
+    def loss(model: nn.Module, batch: Any, *, scale: Tensor) -> Tensor:
+        return scale * squares(model, batch[1:])
+
+    return functools.partial(loss, scale=scale)
+
+
+def default_argument(given: Tensor) -> Loss:
+    def loss(model: nn.Module, batch: Any, scale: Tensor = given) -> Tensor:
+        return scale * squares(model, batch[1:])
+
+    return loss
+
+
+def in_a_dictionary(given: Tensor) -> Loss:
+    scales = {"all": [given]}
+    return numbered(lambda model, time, batch: scales["all"][0] * squares(model, batch))
+
+
+def only_in_an_output(scale: Tensor) -> Loss:
+    return numbered(
+        lambda model, time, batch: (squares(model, batch), scale * model(batch[0]).mean())
+    )
+
+
+def only_in_an_output_computed_before(root: Tensor) -> Loss:
+    scale = root.exp()
+    return numbered(
+        lambda model, time, batch: (squares(model, batch), scale * model(batch[0]).mean())
+    )
+
+
+def only_in_the_inner_gradient(scale: Tensor) -> Loss:
+    """The value of the loss does not show the tensor, as in a straight-through estimator."""
+
+    def loss(model: nn.Module, time: int, batch: Any) -> Tensor:
+        plain = squares(model, batch)
+        return plain.detach() + scale * (plain - plain.detach())
+
+    return numbered(loss)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's own, whose arguments torch's function modes do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def by_a_custom_function(used: int) -> Callable[..., Loss]:
+    """Computed before; used by torch's functions and by one of the user's own."""
+
+    def make(root: Tensor) -> Loss:
+        scale = root.exp()
+
+        def loss(model: nn.Module, time: int, batch: Any) -> Tensor:
+            plain = squares(model, batch)
+            return plain * scale + Doubled.apply(scale) * plain**2 if time == used else plain
+
+        return numbered(loss)
+
+    return make
+
+
+KINDS: dict[str, Callable[..., Loss]] = {
+    make.__name__: make
+    for make in (
+        leaf,
+        parameters_of_a_module,
+        computed_before,
+        computed_inside,
+        part_of_something_computed_before,
+        another_leaf_at_each_step,
+        another_computed_at_each_step,
+        attribute,
+        keyword_of_a_partial,
+        default_argument,
+        in_a_dictionary,
+        only_in_an_output,
+        only_in_an_output_computed_before,
+        only_in_the_inner_gradient,
+    )
+}
+KINDS |= {f"leaf_at_step_{used}": at_one_step(used, False) for used in range(3)}
+KINDS |= {f"computed_at_step_{used}": at_one_step(used, True) for used in range(3)}
+KINDS |= {f"by_a_custom_function_{used}": by_a_custom_function(used) for used in (0, 2)}
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def leaves_of(kind: str) -> list[Tensor]:
+    if kind == "parameters_of_a_module":
+        return [nn.Parameter(torch.tensor([[1.3]])), nn.Parameter(torch.tensor([0.2]))]
+    several = "each_step" in kind or "part_of" in kind
+    return [nn.Parameter(torch.tensor(0.4 + 0.3 * k)) for k in range(3 if several else 1)]
+
+
+class Outcome(NamedTuple):
+    value: Tensor
+    loop: Training
+
+
+def outcome(kind: str, leaves: list[Tensor], backward: Any) -> Outcome:
+    """A training with the loss of a row, measured by another one and by all outputs."""
+    torch.manual_seed(0)
+    plain, train, val = training()
+    loop = Training(plain.model, KINDS[kind](*leaves))
+    batches = [(time, *batch) for time, batch in enumerate(train)]
+    state, outs = loop.unrolled(batches, backward)
+    value = squares(loop.f.bind(state.params), val)
+    if kind != "only_in_the_inner_gradient":  # its outputs are not what they are derived as
+        value = value + sum(out.sum() for out in (outs if isinstance(outs, tuple) else [outs]))
+    return Outcome(value, loop)
+
+
+def gradients(kind: str, backward: Any) -> list[Tensor]:
+    leaves = leaves_of(kind)
+    value, loop = outcome(kind, leaves, backward)
+    return loop.grads(value, *leaves)
+
+
+@each_kind
+def test_tape_is_finite_differences(kind: str) -> None:
+    leaves = leaves_of(kind)
+    value, _ = outcome(kind, leaves, il.Tape())
+    sizes = [leaf.numel() for leaf in leaves]
+
+    def at(point: Tensor) -> Tensor:
+        parts = zip(point.split(sizes), leaves, strict=True)
+        return outcome(kind, [nn.Parameter(p.view_as(own)) for p, own in parts], il.Tape()).value
+
+    actual = flat(torch.autograd.grad(value, leaves))
+    assert apart(actual, central_difference(at, flat(leaves), 1e-4)) < 1e-6
+
+
+def right_or_refused(found: Callable[[], list[Tensor]], expected: list[Tensor]) -> None:
+    try:
+        actual = found()
+    except il.RequirementError as error:
+        assert "scale" in str(error), error
+        return
+    assert_same(actual, expected)
+
+
+@each_kind
+@each_exact
+def test_a_loss_that_closes_over_a_tensor(kind: str, backward: Any) -> None:
+    right_or_refused(lambda: gradients(kind, backward), gradients(kind, il.Tape()))
+
+
+@pytest.mark.parametrize("kind", ["leaf", "parameters_of_a_module", "another_leaf_at_each_step"])
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(2)], ids=repr)
+def test_recomputation_gives_leaves_their_gradient(kind: str, backward: Any) -> None:
+    """Not an error: what people write most is a loss with a module of its own."""
+    assert_same(gradients(kind, backward), gradients(kind, il.Tape()))
+
+
+# The same tensor given and closed over. ---------------------------------------------------------
+
+
+@each_exact
+def test_a_loss_that_pulls_to_the_initial_weights(backward: Any) -> None:
+    """The leaves are both the first state and closed over, as in iMAML written by hand."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            far = [(p - loop.params[name]).square().sum() for name, p in model.named_parameters()]
+            return squares(model, batch) + 0.3 * sum(far)
+
+        loop = Training(plain.model, loss)
+        state, losses = loop.unrolled(train, strategy)
+        return loop.grads(squares(loop.f.bind(state.params), val) + losses.sum())
+
+    assert_same(gradient(backward), gradient(il.Tape()))
+
+
+@each_exact
+def test_a_loss_that_closes_over_a_setting_and_a_batch(backward: Any) -> None:
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+        x = train[1][0].requires_grad_()
+        loop = Training(
+            plain.model,
+            lambda model, batch: squares(model, batch) * (loop.lr + model(x).square().mean()),
+        )
+        state, _ = loop.unrolled(train, strategy)
+        return loop.grads(squares(loop.f.bind(state.params), val), x)
+
+    assert_same(gradient(backward), gradient(il.Tape()))
+
+
+# Elsewhere than in the loss. --------------------------------------------------------------------
+
+
+@each_exact
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("where", ["grad_transform", "schedule"])
+def test_a_transform_or_schedule_that_closes_over_a_tensor(
+    where: str, computed: bool, backward: Any
+) -> None:
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        root = torch.tensor(0.4, requires_grad=True)
+        scale = root.exp() if computed else root
+        options = {
+            "grad_transform": lambda grads: {n: g * scale for n, g in grads.items()},
+            "schedule": lambda settings, time: {"lr": settings["lr"] * scale / (time + 1)},
+        }
+        loop, train, val = training(**{where: options[where]})
+        return loop.grads(loop.value(train, val, strategy), root)
+
+    right_or_refused(lambda: gradient(backward), gradient(il.Tape()))
+
+
+@each_exact
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_a_rule_that_holds_a_tensor(computed: bool, backward: Any) -> None:
+    """A learning rate that is a tensor, inside the optimizer that the rule was made from."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+        root = torch.tensor(0.1, requires_grad=True)
+        scale = root.sin() if computed else root
+        rule = il.optim.sgd(lr=scale, momentum=0.9)
+        step = il.inner_step(squares, rule, plain.model)
+        start = il.State(plain.params, {}, rule.init(plain.params))
+        state, _ = il.unroll(step, start, il.Meta(), train, backward=strategy)
+        value = squares(plain.f.bind(state.params), val)
+        return list(torch.autograd.grad(value, [*plain.params.values(), root]))
+
+    try:
+        actual = gradient(backward)
+    except il.RequirementError:
+        return
+    assert_same(actual, gradient(il.Tape()))
+
+
+@each_exact
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("used", [0, 1, 2, None])
+def test_a_step_of_the_users_own_that_closes_over_a_tensor(
+    used: int | None, computed: bool, backward: Any
+) -> None:
+    """At one step only, or at each."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        root, weight, lr = (torch.tensor(v, requires_grad=True) for v in (0.3, 0.7, 0.2))
+        scale = root.exp() if computed else root
+
+        def step(state: il.State, meta: il.Meta, batch: Tensor) -> tuple[il.State, Tensor]:
+            w = state.params
+            slope = torch.cos(w) * (scale if state.time == used or used is None else 1.0) + batch
+            return il.State(w - meta.opt["lr"] * slope, time=state.time + 1), w
+
+        batches = list(torch.tensor([0.1, -0.2, 0.3]))
+        state, outs = il.unroll(
+            step, il.State(weight), il.Meta({"lr": lr}), batches, backward=strategy
+        )
+        value = state.params.square() + outs.sum()
+        return list(torch.autograd.grad(value, [weight, lr, root], materialize_grads=True))
+
+    right_or_refused(lambda: gradient(backward), gradient(il.Tape()))
+
+
+@each_exact
+def test_a_loss_that_calls_a_model_from_outside(backward: Any) -> None:
+    """A learned teacher, as a module with a forward of its own, inside a closure of a closure."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+        scale_net = Net()
+
+        def distance(x: Tensor, found: Tensor) -> Tensor:
+            return (found - scale_net(x)).square().mean()
+
+        loop = Training(plain.model, lambda model, batch: distance(batch[0], model(batch[0])))
+        state, _ = loop.unrolled(train, strategy)
+        return loop.grads(squares(loop.f.bind(state.params), val), *scale_net.parameters())
+
+    right_or_refused(lambda: gradient(backward), gradient(il.Tape()))
+
+
+# What is closed over and changes. ---------------------------------------------------------------
+
+
+@each_exact
+@pytest.mark.parametrize("kind", ["leaf", "computed_inside", "only_in_the_inner_gradient"])
+def test_a_closed_over_tensor_changed_in_place_is_noticed_or_harmless(
+    kind: str, backward: Any
+) -> None:
+    leaves = leaves_of(kind)
+    value, loop = outcome(kind, leaves, backward)
+    with torch.no_grad():
+        leaves[0].mul_(2)
+    try:
+        actual = loop.grads(value, *leaves)
+    except (RuntimeError, il.InnerLoopError):
+        return
+    assert_same(actual, gradients(kind, il.Tape()))

@@ -1,0 +1,398 @@
+"""The fold itself: what goes in and comes out, the same under every strategy."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import innerloop as il
+from inner_problems import Training, squares, training
+from problems import central_difference
+from strategies import ALL, EXACT, apart, assert_same
+
+each_strategy = pytest.mark.parametrize("backward", ALL, ids=repr)
+each_exact = pytest.mark.parametrize("backward", EXACT, ids=repr)
+
+
+# Numbers of steps. ------------------------------------------------------------------------------
+
+
+@each_strategy
+def test_zero_steps_return_the_state_and_its_gradient(backward: Any) -> None:
+    loop, _, val = training()
+    state, outs = loop.unrolled([], backward)
+    assert outs is None
+    assert state.time == 0
+    assert state.params.keys() == loop.params.keys()
+    assert_same(state.params.values(), loop.params.values(), 0)
+    grads = loop.grads(loop.measured(state, val))
+    bound = loop.f.bind(loop.params)
+    assert_same(grads, loop.grads(loop.loss(bound, val)), 0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9])
+@each_exact
+def test_any_number_of_steps(steps: int, backward: Any) -> None:
+    loop, train, val = training()
+    batches = (train * 3)[:steps]
+    found = []
+    for strategy in (backward, il.Tape()):
+        state, losses = loop.unrolled(batches, strategy)
+        assert state.time == steps
+        assert losses.shape == (steps,)
+        found.append([*loop.grads(loop.measured(state, val) + losses.prod()), losses])
+    assert_same(*found)
+
+
+@each_exact
+def test_unrolls_follow_each_other(backward: Any) -> None:
+    """Two unrolls, the second from the state of the first, are one."""
+    loop, train, val = training()
+    whole = loop.value(train, val, il.Tape())
+    state, _ = loop.unrolled(train[:2], backward)
+    state, _ = il.unroll(loop.step, state, loop.meta, train[2:], backward=backward)
+    assert state.time == 3
+    assert_same(loop.grads(loop.measured(state, val)), loop.grads(whole))
+
+
+# Outputs. ---------------------------------------------------------------------------------------
+
+
+def with_outputs(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    found = model(batch[0])
+    return F.mse_loss(found, batch[1]), {
+        "found": found,
+        "pair": (found.norm(), found.detach().argmax()),
+    }
+
+
+@each_exact
+def test_outputs_are_stacked_and_differentiable(backward: Any) -> None:
+    """A loss over every step, as for multi-step MAML, and over what else the loss returned."""
+    plain, train, val = training()
+    loop = Training(plain.model, with_outputs)
+    results = []
+    for strategy in (backward, il.Tape()):
+        state, (losses, more) = loop.unrolled(train, strategy)
+        assert losses.shape == (3,)
+        assert more["found"].shape == (3, 5, 1)
+        norms, places = more["pair"]
+        assert norms.shape == places.shape == (3,)
+        assert places.dtype == torch.int64
+        weighted = (torch.tensor([0.2, 0.3, 0.5]) * losses).sum()
+        total = weighted + more["found"].sin().sum() + norms[1] + loop.measured(state, val)
+        results.append([*loop.grads(total), losses, more["found"], norms, places])
+    assert_same(*results)
+
+
+@each_exact
+def test_outputs_alone(backward: Any) -> None:
+    """Nothing of the last state is used: B starts at the outputs."""
+    plain, train, _ = training()
+    loop = Training(plain.model, with_outputs)
+    expected = loop.grads(loop.unrolled(train, il.Tape())[1][1]["found"][1].sum())
+    actual = loop.grads(loop.unrolled(train, backward)[1][1]["found"][1].sum())
+    assert_same(actual, expected)
+    assert any(g.norm() > 0 for g in actual)
+
+
+@each_strategy
+def test_outputs_by_finite_differences(backward: Any) -> None:
+    plain, train, _ = training()
+
+    def total(lr: Tensor) -> Tensor:
+        loop = Training(plain.model, with_outputs)
+        meta = il.Meta(opt={"lr": lr})
+        _, (losses, more) = il.unroll(loop.step, loop.start, meta, train, backward=backward)
+        return losses.square().sum() + more["found"].sum()
+
+    lr = torch.tensor(0.1, requires_grad=True)
+    (actual,) = torch.autograd.grad(total(lr), lr)
+    assert apart(actual, central_difference(total, lr, 1e-4)) < 1e-6
+
+
+# Own steps and own states. ----------------------------------------------------------------------
+
+
+def masked_step(state: il.State, meta: il.Meta, batch: Tensor) -> tuple[il.State, Any]:
+    """Integers and booleans beside the weights; a weight that stays; a count that is an output."""
+    w, count = state.params["w"], state.params["count"]
+    mask = state.buffers["mask"]
+    slope = torch.cos(w * state.params["still"]) + batch
+    new = torch.where(mask, w - meta.opt["lr"] * slope / (count + 1), w)
+    params = {"w": new, "count": count + 1, "still": state.params["still"]}
+    buffers = {"mask": mask.roll(1), "kept": state.buffers["kept"]}
+    return il.State(params, buffers, state.opt, state.time + 1), {"count": count, "slope": slope}
+
+
+@each_exact
+def test_integer_boolean_and_constant_leaves(backward: Any) -> None:
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        w, still = (torch.randn(4, requires_grad=True) for _ in range(2))
+        lr = torch.tensor(0.3, requires_grad=True)
+        params = {"w": w, "count": torch.tensor(0), "still": still}
+        buffers = {
+            "mask": torch.tensor([True, False, True, True]),
+            "kept": torch.arange(3, dtype=torch.int32),
+        }
+        state, outs = il.unroll(
+            masked_step,
+            il.State(params, buffers, opt=("text", None, 3)),
+            il.Meta(opt={"lr": lr, "note": "not a tensor"}),
+            list(torch.randn(5, 4)),
+            backward=strategy,
+        )
+        assert state.params["count"].item() == 5
+        assert state.params["count"].dtype == torch.int64
+        assert state.buffers["kept"].dtype == torch.int32
+        assert state.opt == ("text", None, 3)
+        assert outs["count"].tolist() == [0, 1, 2, 3, 4]
+        value = state.params["w"].square().sum() + outs["slope"][2].sum()
+        value = value + state.params["still"].sum()
+        found.append([*torch.autograd.grad(value, [w, still, lr]), state.buffers["mask"]])
+    assert_same(*found)
+
+
+class Pendulum(NamedTuple):
+    """A state of the user's own, without any name of the library's."""
+
+    angle: Tensor
+    speeds: list[Tensor]
+
+
+def swing(state: Pendulum, stiffness: Tensor, push: Tensor) -> tuple[Pendulum, Tensor]:
+    speed = state.speeds[-1] - 0.1 * stiffness * torch.sin(state.angle) + push
+    return Pendulum(state.angle + 0.1 * speed, [state.speeds[-1], speed]), state.angle
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+@each_exact
+def test_any_state_and_any_meta(steps: int, backward: Any) -> None:
+    """A named tuple that keeps earlier leaves, a bare tensor as meta-parameters."""
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        angle, fast, slow, stiffness = (torch.randn((), requires_grad=True) for _ in range(4))
+        start = Pendulum(angle, [fast, slow])
+        pushes = list(torch.randn(steps))
+        state, angles = il.unroll(swing, start, stiffness, pushes, backward=strategy)
+        assert type(state) is Pendulum
+        value = state.angle + state.speeds[0] * state.speeds[1] + angles.square().sum()
+        leaves = [angle, fast, slow, stiffness]
+        found.append(torch.autograd.grad(value, leaves, materialize_grads=True))
+    assert_same(*found)
+
+
+@each_exact
+def test_leaves_that_change_places(backward: Any) -> None:
+    def swap(state: Any, meta: Tensor, batch: Tensor) -> Any:
+        return {"a": state["b"], "b": state["a"], "c": state["c"] * state["a"] * batch}, meta
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        state = {name: torch.randn((), requires_grad=True) for name in "abc"}
+        leaves, batches = list(state.values()), list(torch.randn(3))
+        last, _ = il.unroll(swap, state, torch.tensor(1.0), batches, backward=strategy)
+        value = last["a"].sin() + last["b"].exp() + last["c"]
+        found.append(torch.autograd.grad(value, leaves))
+    assert_same(*found)
+
+
+@each_exact
+def test_a_step_that_changes_nothing_has_differentiable_outputs(backward: Any) -> None:
+    def look(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return state, torch.sin(state * meta * batch)
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        state, meta = (torch.randn((), requires_grad=True) for _ in range(2))
+        batches = list(torch.randn(3))
+        last, outs = il.unroll(look, state, meta, batches, backward=strategy)
+        found.append(torch.autograd.grad(outs.square().sum() + last, [state, meta]))
+    assert_same(*found)
+
+
+@each_exact
+def test_one_tensor_in_several_places(backward: Any) -> None:
+    """The same leaf twice in the state, and in the meta-parameters as well."""
+
+    def step(state: Any, meta: Tensor, batch: Tensor) -> tuple[Any, Tensor]:
+        return {"a": state["a"] * torch.sin(state["b"] * meta), "b": state["b"] * batch}, meta * 2
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        leaf, batches = torch.randn(3, requires_grad=True), list(torch.randn(4))
+        last, outs = il.unroll(step, {"a": leaf, "b": leaf}, leaf, batches, backward=strategy)
+        value = last["a"].sum() + last["b"].sum() + outs.prod()
+        found.append(torch.autograd.grad(value, leaf))
+    assert_same(*found)
+
+
+@each_exact
+def test_a_state_that_has_a_history(backward: Any) -> None:
+    """Not leaves but results: the gradient goes on to what they were computed from."""
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        plain, train, val = training()
+        root, rate = torch.randn((), requires_grad=True), torch.tensor(-2.0, requires_grad=True)
+        params = {n: p.detach() * root.exp() for n, p in plain.params.items()}
+        meta = il.Meta(opt={"lr": rate.exp()})
+        start = plain.start._replace(params=params)
+        state, losses = il.unroll(plain.step, start, meta, train, backward=strategy)
+        value = plain.measured(state, val) + losses.sum()
+        found.append(torch.autograd.grad(value, [root, rate]))
+    assert_same(*found)
+
+
+# What gets a gradient. --------------------------------------------------------------------------
+
+
+@each_exact
+def test_batches_that_require_grad(backward: Any) -> None:
+    """Learned data: one of its own for each step, one that is used at every step, one integer."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, (y, shift, row) = batch
+        return F.mse_loss(model(x + shift)[row], y[row])
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        plain, train, val = training()
+        loop = Training(plain.model, loss)
+        shift = torch.randn(2, requires_grad=True)
+        learned = [y.requires_grad_() for _, y in train]
+        batches = [(x, (y, shift, torch.tensor([0, 2, 4]))) for x, y in train]
+        state, _ = loop.unrolled(batches, strategy)
+        value = squares(loop.f.bind(state.params), val)
+        found.append(loop.grads(value, shift, *learned))
+    assert_same(*found)
+    assert all(g.norm() > 0 for g in found[0])
+
+
+@each_exact
+def test_one_batch_repeated(backward: Any) -> None:
+    """`[support] * 5` with data that is learned: its gradient is the sum over the steps."""
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training()
+        x, y = (t.clone().requires_grad_() for t in train[0])
+        state, losses = loop.unrolled([(x, y)] * 5, strategy)
+        found.append(loop.grads(loop.measured(state, val) + losses.sum(), x, y))
+    assert_same(*found)
+
+
+@each_strategy
+def test_learned_data_by_finite_differences(backward: Any) -> None:
+    loop, train, val = training()
+
+    def value(y: Tensor) -> Tensor:
+        return loop.value([(train[0][0], y), *train[1:]], val, backward)
+
+    y = train[0][1].clone().requires_grad_()
+    (actual,) = torch.autograd.grad(value(y), y)
+    assert apart(actual, central_difference(value, y, 1e-4)) < 1e-6
+
+
+@each_exact
+@pytest.mark.parametrize("learned", ["first.weight", "last.bias", "lr"])
+def test_only_some_leaves_require_grad(learned: str, backward: Any) -> None:
+    loop, train, val = training()
+    for leaf in loop.leaves:
+        leaf.requires_grad_(False)
+    leaf = (loop.params | {"lr": loop.lr})[learned].requires_grad_()
+    found = [
+        torch.autograd.grad(loop.value(train, val, strategy), leaf)
+        for strategy in (backward, il.Tape())
+    ]
+    assert_same(*found)
+
+
+@each_strategy
+def test_nothing_requires_grad(backward: Any) -> None:
+    loop, train, _ = training()
+    for leaf in loop.leaves:
+        leaf.requires_grad_(False)
+    state, losses = loop.unrolled(train, backward)
+    assert not losses.requires_grad
+    assert not any(p.requires_grad for p in state.params.values())
+    assert losses.shape == (3,)
+
+
+@each_exact
+def test_optimizer_state_that_requires_grad(backward: Any) -> None:
+    """A momentum buffer to start from is a leaf like any other."""
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training()
+        (block,) = loop.start.opt
+        momentum = torch.randn_like(block.slots["momentum_buffer"]).requires_grad_()
+        opt = (block._replace(slots={**block.slots, "momentum_buffer": momentum}),)
+        start = loop.start._replace(opt=opt)
+        state, _ = il.unroll(loop.step, start, loop.meta, train, backward=strategy)
+        found.append(loop.grads(loop.measured(state, val), momentum))
+    assert_same(*found)
+
+
+# First order. -----------------------------------------------------------------------------------
+
+
+@each_strategy
+@pytest.mark.parametrize("name", ["mlp", "convolution", "lstm"])
+def test_first_order_is_a_gradient_taken_as_given(name: str, backward: Any) -> None:
+    """Against plain SGD with momentum whose inner gradients are detached."""
+    torch.manual_seed(0)
+    loop, train, val = training(name, first_order=True)
+    state, losses = loop.unrolled(train, backward)
+    actual = loop.grads(loop.measured(state, val) + losses.sum())
+
+    params, buffers = loop.params, loop.f.buffers
+    speed, total = dict.fromkeys(params), 0.0
+    for batch in train:
+        bound = loop.f.bind(params, buffers)
+        loss = loop.loss(bound, batch)
+        grads = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
+        named = dict(zip(params, (g.detach() for g in grads), strict=True))
+        speed = {n: g if speed[n] is None else 0.9 * speed[n] + g for n, g in named.items()}
+        params = {n: p - loop.lr * speed[n] for n, p in params.items()}
+        buffers, total = dict(bound.named_buffers()), total + loss
+    expected = loop.grads(loop.loss(loop.f.bind(params, buffers), val) + total)
+    assert_same(actual, expected)
+
+
+@each_exact
+@pytest.mark.parametrize("name", ["mlp", "dropout", "transformer", "tied"])
+def test_first_order_is_the_same_under_every_strategy(name: str, backward: Any) -> None:
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training(name, first_order=True)
+        found.append(loop.grads(loop.value(train, val, strategy)))
+    assert_same(*found)
+
+
+# Transforms and schedules. ----------------------------------------------------------------------
+
+
+@each_exact
+def test_gradient_transform_and_schedule(backward: Any) -> None:
+    def schedule(settings: Any, time: int) -> Any:
+        return {**settings, "lr": settings["lr"] * 0.5**time}
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training(grad_transform=il.clip_norm(0.1), schedule=schedule)
+        state, losses = loop.unrolled(train, strategy)
+        found.append([*loop.grads(loop.measured(state, val)), losses])
+    assert_same(*found)
