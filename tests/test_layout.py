@@ -14,6 +14,8 @@ PACKAGE = Path(innerloop.__file__).parent
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
 CORE = FOUNDATIONS | {"nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
+AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_memory"}
+LOOP = CORE | AROUND | {"step", "backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
     "errors": set(),
     "_tree": set(),
@@ -24,8 +26,25 @@ ALLOWED = {
     "_rebind": set(),
     "functional": FOUNDATIONS | {"_kernels", "_rebind"},
     "optim": FOUNDATIONS,
+    "_ambient": set(),
+    "_captured": FOUNDATIONS,
+    "_gradient": {"errors"},
+    "_linear": set(),
+    "_memory": FOUNDATIONS,
+    "step": CORE | AROUND,
+    "backward": FOUNDATIONS | AROUND,
+    "unroll": {"errors", "backward"},
+    "learn": FOUNDATIONS | {"optim"},
+    "schedules": {"errors", "learn"},
+    "clipping": FOUNDATIONS,
+    "adapted": CORE | {"step"},
+    "tasks": FOUNDATIONS,
+    "inner_loop": LOOP,
+    "meta_update": {"errors", "inner_loop"},
+    "diagnose": LOOP | {"inner_loop"},
+    "plot": LOOP | {"inner_loop", "diagnose"},
     "fmodel": FOUNDATIONS | {"_kernels", "_rebind", "functional"},
-    "diffopt": CORE | {"fmodel"},
+    "diffopt": CORE | {"_gradient", "fmodel"},
     "eager": CORE | {"fmodel", "diffopt"},
     "compat": CORE | {"fmodel", "diffopt", "eager"},
 }

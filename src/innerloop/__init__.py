@@ -2,7 +2,10 @@
 
 from innerloop import compat as compat
 from innerloop import optim as optim
+from innerloop.backward import Auto as Auto
 from innerloop.backward import Binomial as Binomial
+from innerloop.backward import Forward as Forward
+from innerloop.backward import Implicit as Implicit
 from innerloop.backward import Remat as Remat
 from innerloop.backward import Tape as Tape
 from innerloop.backward import Truncated as Truncated
@@ -22,6 +25,7 @@ from innerloop.functional import Functional as Functional
 from innerloop.functional import functional as functional
 from innerloop.inner_loop import InnerLoop as InnerLoop
 from innerloop.learn import Learn as Learn
+from innerloop.meta_update import meta_update as meta_update
 from innerloop.step import Meta as Meta
 from innerloop.step import State as State
 from innerloop.step import inner_step as inner_step

@@ -1,4 +1,4 @@
-"""What surrounds a computation and must be the same when it is done again: random numbers, autocast."""
+"""What surrounds a computation and must be the same when it is done again."""
 
 from __future__ import annotations
 

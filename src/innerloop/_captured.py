@@ -1,7 +1,7 @@
 """Tensors that a step uses without being given them: noticed, named, and exchanged.
 
-A loss may close over a tensor that requires grad. A strategy that computes a step twice must know of
-it, or its gradient would silently be missing.
+A loss may close over a tensor that requires grad. A strategy that computes a step twice must know
+of it, or its gradient would silently be missing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from innerloop import _tree
 from innerloop.errors import RequirementError, four_part
 
 _local = threading.local()
+
+
+_OWN = "_innerloop_own"
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Mark a leaf that a step made for itself, so that it is not taken for a stranger."""
+    setattr(tensor, _OWN, True)
+    return tensor
 
 
 class Watch:
@@ -57,7 +66,7 @@ class Watch:
             again()
         unseen = set(missing) - {t.grad_fn for t in spy.seen.values()}
         if unseen:
-            raise RequirementError(not_followed(unseen.pop().name(), None, roots))
+            raise RequirementError(not_followed(None, unseen.pop(), roots))
         self.found.update(spy.seen)
         self._nodes.update(missing)
 
@@ -99,13 +108,24 @@ def strangers(
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if id(variable) not in known:
+            if id(variable) not in known and not hasattr(variable, _OWN):
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:
             nodes.append(node)
         else:
             stack.extend(following for following, _ in node.next_functions if following is not None)
     return list(leaves.values()), nodes
+
+
+def refuse(
+    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int, roots: Sequence[Any]
+) -> None:
+    """Raise an error that names what ``outputs`` depend on besides ``sources``, if anything."""
+    leaves, nodes = strangers(outputs, sources, since)
+    if leaves:
+        raise RequirementError(not_followed(leaves[0], None, roots))
+    if nodes:
+        raise RequirementError(not_followed(None, nodes[0], roots))
 
 
 class _Spy(TorchFunctionMode):
@@ -116,9 +136,7 @@ class _Spy(TorchFunctionMode):
         self.nodes = nodes
         self.seen: dict[int, Tensor] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _tree.flatten((args, kwargs))[0]:
             if isinstance(leaf, Tensor) and leaf.grad_fn in self.nodes:
                 self.seen[id(leaf)] = leaf
@@ -132,9 +150,7 @@ class exchanged(TorchFunctionMode):
         super().__init__()
         self.others = others
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _tree.map(self._other, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -142,14 +158,15 @@ class exchanged(TorchFunctionMode):
         return self.others.get(id(value), value) if isinstance(value, Tensor) else value
 
 
-def not_followed(kind: str, tensor: Tensor | None, roots: Sequence[Any]) -> str:
-    """The message for a tensor whose gradient a strategy cannot give."""
-    name = None if tensor is None else name_of(tensor, roots)
-    what = f"{name!r}, " if name else ""
+def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> str:
+    """The message for a tensor, or one computed by a node, whose gradient cannot be given."""
+    named = _found(lambda t: t is tensor or (node is not None and t.grad_fn is node), roots)
+    name, tensor = named if named is not None else (None, tensor)
+    what = f"{name!r}, a tensor" if name else "a tensor"
     shape = f" of shape {tuple(tensor.shape)}" if tensor is not None else ""
+    made = f" (computed by {node.name()})" if node is not None else ""
     return four_part(
-        f"The step uses {what}a tensor{shape} that requires grad ({kind}) and that it was not "
-        "given.",
+        f"The step uses {what}{shape}{made} that requires grad and that it was not given.",
         "every tensor that is to get a gradient in the state, in the meta-parameters, as a "
         "parameter of a loss module, or in the batch (Requirement III).",
         "this strategy takes derivatives step by step and by what a step is given; the gradient of "
@@ -159,18 +176,21 @@ def not_followed(kind: str, tensor: Tensor | None, roots: Sequence[Any]) -> str:
     )
 
 
-def name_of(tensor: Tensor, roots: Sequence[Any]) -> str | None:
-    """How a function or module that is among ``roots`` calls a tensor."""
+def _found(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str, Tensor] | None:
+    """A tensor that functions or modules among ``roots`` hold, and how they call it."""
     level = [(root, "") for root in roots]
     seen: set[int] = set()
-    for _ in range(4):
+    for _ in range(5):
         following: list[tuple[Any, str]] = []
         for value, path in level:
-            if value is tensor:
-                return path
+            if isinstance(value, Tensor) and path and wanted(value):
+                return path, value
             if id(value) not in seen:
                 seen.add(id(value))
-                following += [(v, f"{path}.{n}" if path else n) for n, v in _held_by(value)]
+                following += [
+                    (v, ".".join(part for part in (path, name) if part))
+                    for name, v in _held_by(value)
+                ]
         level = following
     return None
 
@@ -184,9 +204,8 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, MethodType):
         return [("", value.__self__), ("", value.__func__)]
     if isinstance(value, functools.partial):
-        return [("", value.func), *((str(i), a) for i, a in enumerate(value.args))] + list(
-            value.keywords.items()
-        )
+        args = [(str(i), arg) for i, arg in enumerate(value.args)]
+        return [("", value.func), *args, *value.keywords.items()]
     if isinstance(value, nn.Module):
         return [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
     if isinstance(value, Mapping):

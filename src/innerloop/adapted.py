@@ -67,9 +67,7 @@ class Adapted:
         rest = self._outs[1:]
         return rest[0] if len(rest) == 1 else rest
 
-    def write_to(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def write_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put the weights and buffers into a model, and the state into its optimizer."""
         targets = dict(named_parameters(model))
         _check_alike(targets, self.state.params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from innerloop import tasks as _tasks
 from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.functional import Template, functional
+from innerloop.functional import functional
 from innerloop.learn import Learn, at_step, learned_parameters, natural, parsed
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
@@ -28,9 +28,9 @@ class InnerLoop(nn.Module):
     """Train a model for some steps and measure it, differentiably in whatever shaped the training.
 
     It is made of the paper's three parts: a model (its weights are θ₀), an optimizer (φ_opt), and a
-    loss (φ_loss). Its own parameters are the meta-parameters φ: the model's weights if ``"init"`` is
-    learned, the learned settings, and the weights of a loss or an optimizer that is a module. The
-    model and the optimizer are read at every call, at their current state, and never changed.
+    loss (φ_loss). Its own parameters are the meta-parameters φ: the model's weights if ``"init"``
+    is learned, the learned settings, and the weights of a loss or an optimizer that is a module.
+    The model and the optimizer are read at every call, at their current state, and never changed.
 
     Args:
         model: any module.
@@ -108,7 +108,9 @@ class InnerLoop(nn.Module):
         """
         adapted = self.adapt(train, tasks=tasks, val=val)
         if isinstance(adapted, AdaptedTasks):
-            parts = [self._measured(one, _tasks.sliced(val, t)) for t, one in enumerate(adapted.each)]
+            parts = [
+                self._measured(one, _tasks.sliced(val, t)) for t, one in enumerate(adapted.each)
+            ]
             return torch.stack(parts)
         return self._measured(adapted, val)
 
@@ -122,6 +124,7 @@ class InnerLoop(nn.Module):
         if not tasks:
             return run.adapted(batches, self._carry(0), self._keep(0))
         count = _tasks.count(batches, val)
+        run = dataclasses.replace(run, backward=self.backward.for_tasks(count))
         each = [
             run.adapted(_tasks.of_task(batches, t), self._carry(t), self._keep(t))
             for t in range(count)
@@ -173,7 +176,7 @@ class InnerLoop(nn.Module):
             factors = None if self.schedule is None else Factors(self.schedule)
             settings = _Settings(self, rule, factors)
         else:
-            rule, settings = self.optimizer, None
+            rule, settings = cast(Any, self.optimizer), None
         step = inner_step(
             self.loss,
             rule,
@@ -189,7 +192,7 @@ class InnerLoop(nn.Module):
         """φ as the steps see it: settings in their own units, the loss's weights by name."""
         loss = functional(self.loss).params if isinstance(self.loss, nn.Module) else {}
         if not isinstance(rule, Rule):
-            return Meta(functional(self.optimizer).params, loss)
+            return Meta(functional(cast(nn.Module, self.optimizer)).params, loss)
         given = {
             name: values
             for name, values in rule.hyper.items()
@@ -201,9 +204,7 @@ class InnerLoop(nn.Module):
         sizes = rule.sizes or ()
         hyper = dict(opt)
         for name, learn in self.learned.items():
-            hyper[name] = at_step(
-                name, learn, opt[name], time, sizes, rule.family.settings[name]
-            )
+            hyper[name] = at_step(name, learn, opt[name], time, sizes, rule.family.settings[name])
         return hyper
 
     def _measured(self, adapted: Adapted, val: Any) -> Tensor:
@@ -226,8 +227,8 @@ class InnerLoop(nn.Module):
                     "The validation loss does not depend on the adapted weights by differentiable "
                     "operations.",
                     "a differentiable L_val (Requirement I).",
-                    "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the graph, "
-                    "so no meta-gradient exists.",
+                    "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the "
+                    "graph, so no meta-gradient exists.",
                     "a differentiable proxy such as cross-entropy as val_loss; or call under "
                     "torch.no_grad() if no gradient is wanted.",
                 )
@@ -238,12 +239,12 @@ class InnerLoop(nn.Module):
         return any(p.requires_grad for p in self.parameters())
 
     def _check_reach(self, steps: int) -> None:
-        cut = isinstance(self.backward, Truncated) and steps > self.backward.k
-        if cut and self.learn_init and torch.is_grad_enabled():
+        k = self.backward.k if isinstance(self.backward, Truncated) else steps
+        if steps > k and self.learn_init and torch.is_grad_enabled():
             raise RequirementError(
                 four_part(
                     f"You learn 'init' with {self.backward} and {steps} steps.",
-                    f"at most {self.backward.k} steps, or other meta-parameters.",
+                    f"at most {k} steps, or other meta-parameters.",
                     "the truncated gradient never gets back to the initial weights.",
                     f"Truncated({steps}), another strategy, or learn without 'init'.",
                 )
@@ -266,7 +267,9 @@ class InnerLoop(nn.Module):
         if "model" not in self._modules:
             self.model._apply(fn, recurse)
         if self._carried is not None:
-            self._carried = _tree.map(lambda v: fn(v) if isinstance(v, Tensor) else v, self._carried)
+            self._carried = _tree.map(
+                lambda v: fn(v) if isinstance(v, Tensor) else v, self._carried
+            )
         return self
 
     def train(self, mode: bool = True) -> InnerLoop:

@@ -28,10 +28,10 @@ class Learn:
     """How one setting is learned.
 
     ``per`` says what has a value of its own: any of ``"group"``, ``"parameter"``, ``"element"`` and
-    ``"step"``, or several. With ``"step"``, ``steps`` is the number of steps. ``transform`` keeps the
-    value in its range by learning another number: ``"log"`` and ``"softplus"`` for what is above 0,
-    ``"logit"`` for what is between 0 and 1, or a pair of functions, from the learned number to the
-    setting and back.
+    ``"step"``, or several. With ``"step"``, ``steps`` is the number of steps. ``transform`` keeps
+    the value in its range by learning another number: ``"log"`` and ``"softplus"`` for what is
+    above 0, ``"logit"`` for what is between 0 and 1, or a pair of functions, from the learned
+    number to the setting and back.
 
     >>> Learn(per=("parameter", "step"), steps=5, transform="log").per
     ('parameter', 'step')

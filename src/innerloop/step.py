@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from innerloop import _ambient, _captured, _second_order, _tree
 from innerloop._gradient import check_loss, full_precision
 from innerloop._kernels import twice_differentiable
+from innerloop._linear import Pushforward
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import Rule
@@ -63,8 +64,9 @@ class InnerStep:
         try:
             return self._taken(state, meta, batch)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"This happened in inner step {state.time} (counted from 0).")
+            add_note = getattr(error, "add_note", None)
+            if add_note is not None:
+                add_note(f"This happened in inner step {state.time} (counted from 0).")
             raise
 
     # What strategies may ask of a step beyond calling it. ----------------------------------------
@@ -77,6 +79,15 @@ class InnerStep:
         """The inner gradient: what is zero where training has converged."""
         run = _Run(self, state, meta, batch)
         return {name: g for name, g in run.gradients(True).items() if g is not None}
+
+    def linearized(self, state: State, meta: Meta, batch: Any) -> Linearized | None:
+        """The step at a point whose tensors are leaves, with its derivative along directions.
+
+        ``None`` if the rule takes more than one gradient in a step.
+        """
+        if state.opt is None:
+            state = state._replace(opt=self.rule.init(state.params))
+        return None if self.evaluates else Linearized(self, state, meta, batch)
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -113,7 +124,8 @@ class InnerStep:
                 grads = {**grads, **self._checked(self.grad_transform(present), present)}
             found = _rebuilt(state.params, grads)
             if self.rule_model is not None:
-                return self.rule_model.bind(meta.opt).update(state.params, found, state.opt)
+                rule: Any = self.rule_model.bind(meta.opt)
+                return rule.update(state.params, found, state.opt)
             hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
             if not self.evaluates:
                 return self.rule.update(state.params, found, state.opt, hyper)
@@ -153,21 +165,21 @@ class _Run:
         """G = ∇ℓ(θ, φ_loss), with a graph or without; ``None`` for weights the loss leaves out."""
         tracked, since = torch.is_grad_enabled(), _captured.sequence_number()
         named = _named(self.state.params)
-        trained = self._trained(named)
+        trained = self.trained(named)
         sources = {name: _source(named[name], tracked) for name in trained}
-        with twice_differentiable if create_graph else contextlib.nullcontext():
-            with torch.enable_grad():
-                self.value, self.out = self._evaluated({**named, **sources})
-                check_loss(self.value)
-                self.followed = tracked and self._matters(sources.values(), since)
-                create_graph = create_graph and self.followed
-                found = torch.autograd.grad(
-                    self.value,
-                    list(sources.values()),
-                    retain_graph=self.followed,
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+        exact = twice_differentiable if create_graph else contextlib.nullcontext()
+        with exact, torch.enable_grad():
+            self.value, self.out = self.evaluated({**named, **sources})
+            check_loss(self.value)
+            self.followed = tracked and self._matters(sources.values(), since)
+            create_graph = create_graph and self.followed
+            found = torch.autograd.grad(
+                self.value,
+                list(sources.values()),
+                retain_graph=self.followed,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
         if all(g is None for g in found):
             raise RequirementError(
                 four_part(
@@ -180,15 +192,16 @@ class _Run:
             )
         watch = None if tracked else _captured.current()
         if watch is not None:
+            shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
             watch.inspect(
-                [self.value], sources.values(), since, lambda: self._again(named), self.step.roots
+                shown, sources.values(), since, lambda: self._again(named), self.step.roots
             )
         if create_graph:
             weights = list(sources.values())
             names = list(sources)
             _second_order.guard(self.value, found, weights, names.__getitem__)
         if self.step.proximal:
-            found = [self._pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
+            found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
 
     def elsewhere(self, params: Any) -> tuple[Tensor, Any]:
@@ -198,10 +211,12 @@ class _Run:
         self.buffers = other.buffers
         return other.value, _rebuilt(params, grads)
 
-    def _trained(self, named: Mapping[str, Any]) -> list[str]:
+    def trained(self, named: Mapping[str, Any]) -> list[str]:
         """The weights that move: those of the rule that are not frozen in the model."""
         model, names = self.step.model, getattr(self.step.rule, "names", None)
-        frozen = () if model is None else {n for n, p in model.params.items() if not p.requires_grad}
+        frozen = (
+            () if model is None else {n for n, p in model.params.items() if not p.requires_grad}
+        )
         own = named if names is None else set(names)
         return [n for n, p in named.items() if n in own and n not in frozen and differentiable(p)]
 
@@ -211,11 +226,11 @@ class _Run:
             return True
         return any(_captured.strangers([self.value], sources, since))
 
-    def _pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
+    def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - _named(self.meta.anchor)[name])
         return pull if grad is None else grad + pull
 
-    def _evaluated(self, named: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    def evaluated(self, named: dict[str, Tensor]) -> tuple[Tensor, Any]:
         step, loss = self.step, self.step.loss
         if step.loss_model is not None:
             loss = step.loss_model.bind(self.meta.loss)
@@ -235,7 +250,99 @@ class _Run:
         again = _Run(self.step, self.state, self.meta, self.batch)
         devices = _ambient.devices_of(named.values())
         with _ambient.preserved(devices), torch.enable_grad():
-            again._evaluated(named)
+            again.evaluated(named)
+
+
+class Linearized:
+    """One step and its pushforward, by second derivatives of the loss and no higher ones.
+
+    The inner gradient's derivative along (dθ, dφ) is the gradient by θ of ⟨∇ℓ, (dθ, dφ)⟩, since the
+    matrix of second derivatives is symmetric. The rule's part is pushed forward by itself.
+    """
+
+    def __init__(self, step: InnerStep, state: State, meta: Meta, batch: Any) -> None:
+        run = _Run(step, state, meta, batch)
+        since = _captured.sequence_number()
+        named = _named(state.params)
+        trained = run.trained(named)
+        sources = {name: _source(named[name], True) for name in trained}
+        with torch.enable_grad(), twice_differentiable:
+            run.value, run.out = run.evaluated({**named, **sources})
+            check_loss(run.value)
+            others = [t for n, t in named.items() if n not in sources]
+            others += _tree.flatten(meta.loss)[0]
+            self._others = [t for t in others if isinstance(t, Tensor) and t.requires_grad]
+            self._trained = [named[name] for name in trained]
+            self._sources = list(sources.values())
+            first = torch.autograd.grad(
+                run.value,
+                [*self._sources, *self._others],
+                create_graph=True,
+                allow_unused=True,
+            )
+            self._first = first
+            count = len(self._sources)
+            _second_order.guard(run.value, first[:count], self._sources, trained.__getitem__)
+            self._grads = [
+                None if g is None else g.detach().requires_grad_() for g in first[:count]
+            ]
+            grads = dict(zip(trained, self._grads, strict=True))
+            if step.proximal:
+                grads = {n: run.pulled(n, g, named[n]) for n, g in grads.items()}
+            found = dict.fromkeys(named) | grads
+            params, opt = step.updated(state, meta, found, run)
+        self.first_order = step.first_order
+        self.state = State(params, run.buffers, opt, state.time + 1)
+        self.out = _tree.map(_detached, run.out)
+        leaves = _tree.flatten((state.params, state.opt, meta))[0]
+        self._given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        self._outputs = _tree.flatten(self.state)[0]
+        self._aux = _tree.flatten(run.out)[0]
+        moved = [g for g in self._grads if g is not None]
+        known = [*self._sources, *self._given, *self._others, *moved]
+        _captured.refuse([run.value, *_only(self._outputs)], known, since, step.roots)
+        self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])
+        self._loss = Pushforward(_only(self._aux), [*self._sources, *self._others])
+
+    def push(
+        self, tangents: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Tangents of the new state's leaves and of the outputs', given those of leaves by id."""
+        loss = [tangents.get(id(t)) for t in (*self._trained, *self._others)]
+        changes = zip(self._grads, self._gradients(loss), strict=True)
+        moved = [change for grad, change in changes if grad is not None]
+        given = [tangents.get(id(t)) for t in self._given]
+        return (
+            _spread(self._outputs, self._rule([*given, *moved])),
+            _spread(self._aux, self._loss(loss)),
+        )
+
+    def _gradients(self, tangents: list[Tensor | None]) -> list[Tensor | None]:
+        """How the inner gradient changes along a direction of the loss's inputs."""
+        pairs = [
+            (first, tangent)
+            for first, tangent in zip(self._first, tangents, strict=True)
+            if first is not None and tangent is not None and first.requires_grad
+        ]
+        if self.first_order or not pairs:
+            return [None] * len(self._sources)
+        found = torch.autograd.grad(
+            [first for first, _ in pairs],
+            self._sources,
+            [tangent for _, tangent in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return list(found)
+
+
+def _only(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if differentiable(leaf)]
+
+
+def _spread(leaves: Iterable[Any], tangents: Iterable[Any]) -> list[Any]:
+    rest = iter(tangents)
+    return [next(rest) if differentiable(leaf) else None for leaf in leaves]
 
 
 def inner_step(
@@ -256,8 +363,8 @@ def inner_step(
 
     ``rule`` is one of :mod:`innerloop.optim`, or a module with ``init(params)`` and
     ``update(params, grads, state)``, a learned optimizer, whose weights are ``meta.opt``.
-    ``first_order`` takes the inner gradient as a constant. ``grad_transform`` maps gradients by name
-    to others. ``schedule(settings, time)`` gives the settings of one step out of ``meta.opt``.
+    ``first_order`` takes the inner gradient as a constant. ``grad_transform`` maps gradients by
+    name to others. ``schedule(settings, time)`` gives the settings of one step out of ``meta.opt``.
 
     >>> from innerloop import optim
     >>> step = inner_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(), optim.sgd(0.1))
@@ -299,7 +406,7 @@ def _source(param: Tensor, tracked: bool) -> Tensor:
     """
     if tracked and param.requires_grad:
         return param.view_as(param)
-    return param.detach().requires_grad_()
+    return _captured.own(param.detach().requires_grad_())
 
 
 def differentiable(value: Any) -> bool:

@@ -15,8 +15,8 @@ def count(train: Sequence[Any], val: Any = None) -> int:
     """How many tasks there are: the size of the first axis of every tensor."""
     distinct = {id(batch): batch for batch in (*train, val)}
     leaves = [t for t in _tree.flatten(list(distinct.values()))[0] if isinstance(t, Tensor)]
-    sizes = {t.shape[0] if t.dim() else None for t in leaves}
-    if len(sizes) == 1 and None not in sizes:
+    sizes = {t.shape[0] if t.dim() else -1 for t in leaves}
+    if len(sizes) == 1 and -1 not in sizes:
         return sizes.pop()
     raise InnerLoopError(
         four_part(
@@ -28,8 +28,8 @@ def count(train: Sequence[Any], val: Any = None) -> int:
     )
 
 
-def _shown(sizes: set[int | None]) -> str:
-    words = ["no size (a 0-d tensor)" if s is None else str(s) for s in sizes]
+def _shown(sizes: set[int]) -> str:
+    words = ["no size (a 0-d tensor)" if s == -1 else str(s) for s in sizes]
     return ", ".join(sorted(words)) or "no size (there is no tensor)"
 
 

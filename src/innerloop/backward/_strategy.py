@@ -21,6 +21,10 @@ class Backward(abc.ABC):
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         """Fold ``step`` over the batches: the final state and the stacked outputs."""
 
+    def for_tasks(self, count: int) -> Backward:
+        """The strategy to use when so many inner loops are alive at once."""
+        return self
+
 
 def differentiable(value: Any) -> bool:
     """Whether a value can have a derivative: a tensor of real or complex numbers."""

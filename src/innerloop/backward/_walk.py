@@ -2,8 +2,8 @@
 
 Forwards, steps are taken without a graph and the schedule says which states to keep. Backwards, a
 step is taken once more from a kept state, with a graph of its own, and the gradient of the state
-after it (B of the paper) is pulled back to the state before it; what falls to the meta-parameters (A)
-is added up. Only one step's activations exist at a time.
+after it (B of the paper) is pulled back to the state before it; what falls to the meta-parameters
+(A) is added up. Only one step's activations exist at a time.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Walk:
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, _Kept] = {}
         self.outs: list[Any] = []
+        self.marks: list[list[Tensor]] = []
+        """A few numbers for each step, by which to see whether it comes out the same again."""
         self.given: dict[int, Tensor] = {}
         """Leaves of batches that require grad."""
         self.versions: list[tuple[Any, int]] = []
@@ -60,6 +62,7 @@ class Walk:
         last = {id(leaf) for leaf in self.final}
         self.constant = {id(leaf): i for i, leaf in enumerate(own) if id(leaf) in last}
         self.outside = watch.tensors
+        self._guard(self.outside)
 
     # Up. ----------------------------------------------------------------------------------------
 
@@ -96,6 +99,7 @@ class Walk:
                 state, out = self.step(state, meta, self._batch(j, first=outs is not None))
                 if outs is not None:
                     outs.append(_tree.map(detached, out))
+                    self.marks.append(_mark(state, out))
             working = _Kept(state, Randomness(self.devices, working.randomness))
             at = action.stop
         return working, at
@@ -139,7 +143,7 @@ class Walk:
         inputs = self.inputs
         moved = [i for i, t in enumerate(self.final) if self._varies(t)]
         shown = [i for i, t in enumerate(out_leaves) if differentiable(t)]
-        if inputs and moved:
+        if inputs and (moved or shown):
             self.moved, self.shown = moved, shown
             values = [leaves[i] for i in moved] + [out_leaves[i] for i in shown]
             connected = _Connect.apply(self, values, *inputs)
@@ -175,7 +179,7 @@ class Walk:
                 above = self._reversed(action, working, above, by_step)
         # Not to be held as long as somebody holds the loss.
         self.kept.clear()
-        if self.changed and bool(torch.stack(self.changed).any()):
+        if any(map(bool, self.changed)):
             raise RequirementError(_NOT_THE_SAME)
         for leaf, grad in zip(self.start, above, strict=True):
             if grad is not None and leaf.requires_grad:
@@ -215,7 +219,7 @@ class Walk:
         local = _Local()
         leaves, spec = _tree.flatten(working.state)
         wanted = [self._wanted(i, leaf, action.start) for i, leaf in enumerate(leaves)]
-        below = [local.of(leaf, leaf) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
+        below = [local.of(leaf) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
         for i, leaf in enumerate(leaves):
             position = self.constant.get(id(leaf))
             if position is not None and isinstance(self.start[position], Tensor):
@@ -232,11 +236,12 @@ class Walk:
                 outs.append(out)
         outputs, cotangents = _paired(_tree.flatten(state)[0], above)
         for j, out in zip(range(action.start, action.stop), outs, strict=True):
-            self._compare(out, self.outs[j])
             more = _paired([t for t in _tree.flatten(out)[0] if differentiable(t)], by_step(j))
             outputs, cotangents = outputs + more[0], cotangents + more[1]
-        if action.stop == len(self.batches):
-            self._refuse_strangers(outputs, [*local.tensors, *leaves_outside], since)
+        again = zip(_mark(state, outs[-1]), self.marks[action.stop - 1], strict=True)
+        self.changed += [_differs(new, old) for new, old in again]
+        known = [*local.tensors, *leaves_outside]
+        self._refuse_strangers(outputs, known, since)
         sources = [b for b, w in zip(below, wanted, strict=True) if w]
         targets = [*sources, *local.inputs.values(), *leaves_outside]
         found: Sequence[Tensor | None] = [None] * len(targets)
@@ -289,34 +294,33 @@ class Walk:
                     )
                 )
 
-    def _compare(self, again: Any, first: Any) -> None:
-        """Notice when a step does not give the same output as the first time."""
-        pairs = zip(_tree.flatten(again)[0], _tree.flatten(first)[0], strict=True)
-        for new, old in pairs:
-            if differentiable(new) and new.numel():
-                close = torch.isclose(
-                    new.detach(), old, rtol=_TOLERANCE.get(new.dtype, 1e-1), equal_nan=True
-                )
-                self.changed.append(~close.all())
-                return
-
     def _refuse_strangers(self, outputs: list[Tensor], known: list[Tensor], since: int) -> None:
-        leaves, nodes = _captured.strangers(outputs, known, since)
         roots = getattr(self.step, "roots", (self.step,))
-        if leaves:
-            raise RequirementError(_captured.not_followed("a leaf", leaves[0], roots))
-        if nodes:
-            raise RequirementError(_captured.not_followed(nodes[0].name(), None, roots))
+        _captured.refuse(outputs, known, since, roots)
 
 
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.complex128: 1e-7}
+def _mark(state: Any, out: Any) -> list[Tensor]:
+    """The norms of all tensors in a state and an output, which another step would change."""
+    by_kind: dict[Any, list[Tensor]] = {}
+    for leaf in _tree.flatten((state, out))[0]:
+        if differentiable(leaf) and leaf.numel():
+            by_kind.setdefault((leaf.dtype, leaf.device), []).append(leaf.detach())
+    norms = torch._foreach_norm  # type: ignore[attr-defined]
+    return [torch.stack(norms(group)) for group in by_kind.values()]
+
+
+def _differs(new: Tensor, old: Tensor) -> Tensor:
+    tolerance = {8: 1e-9, 4: 1e-5}.get(new.dtype.itemsize, 1e-2)
+    return ~torch.isclose(new, old, rtol=tolerance, equal_nan=True).all()
+
+
 _NOT_THE_SAME = four_part(
     "A step gave another output when it was computed a second time.",
     "a loss that depends only on the model, the batch and torch's own random numbers.",
     "this strategy computes steps again, and the gradient would belong to other steps than those "
     "taken.",
-    "torch's random functions (which are replayed) instead of random or numpy, batches that are the "
-    "same whenever they are indexed, or backward=Tape().",
+    "torch's random functions (which are replayed) instead of random or numpy, batches that are "
+    "the same whenever they are indexed, or backward=Tape().",
 )
 
 
@@ -327,7 +331,7 @@ class _Local:
         self.tensors: list[Tensor] = []
         self.inputs: dict[int, Tensor] = {}
 
-    def of(self, tensor: Tensor, _: Any = None) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         new = tensor.detach().requires_grad_()
         self.tensors.append(new)
         return new

@@ -19,8 +19,8 @@ from innerloop.errors import InnerLoopError, four_part
 class Truncated(Backward):
     """Differentiate the last ``k`` steps and take what came before as given.
 
-    ``within`` is the strategy for these steps. With ``carry=True`` an ``InnerLoop`` goes on, at each
-    call, from where its last one ended, for online meta-learning along one long run.
+    ``within`` is the strategy for these steps. With ``carry=True`` an ``InnerLoop`` goes on, at
+    each call, from where its last one ended, for online meta-learning along one long run.
 
     Memory: that of ``within`` for k steps.
     Time:   that of ``within`` for k steps, and a plain training step for each of the others.

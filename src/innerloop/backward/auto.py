@@ -1,0 +1,236 @@
+"""Measures one step, forecasts every strategy, and takes the fastest exact one that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from innerloop import _memory, _tree
+from innerloop._ambient import devices_of, preserved
+from innerloop.backward._schedules import advances
+from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward.binomial import Binomial
+from innerloop.backward.forward import Forward
+from innerloop.backward.remat import Remat
+from innerloop.backward.tape import Tape
+from innerloop.errors import InnerLoopError, four_part
+
+
+class Cost(NamedTuple):
+    """What one step costs, in bytes and seconds."""
+
+    state: int
+    """Keeping one more state."""
+    tape: int
+    """Keeping the graph of one step, its state included."""
+    peak: int
+    """Taking one step with a graph and pulling a gradient back."""
+    plain_seconds: float
+    pull_seconds: float
+    inputs: int
+    """How many numbers are differentiated by."""
+
+
+class Row(NamedTuple):
+    """The forecast for one strategy."""
+
+    strategy: Backward
+    peak_bytes: int
+    seconds: float
+    relative_time: float
+    """The time as a multiple of the least."""
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What each strategy would need; ``str`` makes a table of it."""
+
+    steps: int
+    rows: tuple[Row, ...]
+    cost: Cost
+    budget: int | None = None
+    chosen: Backward | None = None
+
+    def __str__(self) -> str:
+        head = f"{self.steps} steps"
+        if self.budget is not None:
+            head += f", budget {_memory.readable(self.budget)}"
+        lines = [head, f"{'strategy':<22}{'peak memory':>12}{'time':>8}  exact"]
+        for row in self.rows:
+            mark = "  <- chosen" if row.strategy == self.chosen else ""
+            exact = "yes" if row.exact else "no"
+            size = _memory.readable(row.peak_bytes)
+            lines.append(
+                f"{row.strategy!s:<22}{size:>12}{row.relative_time:>7.2f}x  {exact:<5}{mark}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Auto(Backward):
+    """Take the fastest exact strategy whose forecast memory fits.
+
+    ``memory`` is a size (``"2GB"``, bytes) or a fraction of what is free when it is first used. The
+    first call measures one step; calls with the same shapes reuse what was measured. The budget is
+    for what the inner loop adds to what is there before. ``forecast`` has the last forecast, which
+    prints as a table.
+
+    Memory: at most the budget, by a forecast with a margin of a quarter.
+    Time:   that of the strategy it takes; the first call takes two more steps.
+    Exact:  yes.
+    """
+
+    memory: Any = 0.5
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _memory.parsed(self.memory)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was forecast in the last call."""
+        return self._memo.get("last")
+
+    def for_tasks(self, count: int) -> Backward:
+        size = _memory.parsed(self.memory)
+        return dataclasses.replace(self, memory=size // count if size > 1 else size / count)
+
+    def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        if not torch.is_grad_enabled() or not len(batches):
+            state, outs = fold(step, state, meta, batches)
+            return state, stacked(outs)
+        return self._choice(step, state, meta, batches).run(step, state, meta, batches)
+
+    def _choice(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> Backward:
+        leaves = _tree.flatten((state, meta, batches[0]))[0]
+        key = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves if _is(t))
+        if key not in self._memo:
+            self._memo[key] = measured(step, state, meta, batches[0])
+        budget = self._budget(leaves)
+        found = forecast(step, state, meta, batches[0], len(batches), self._memo[key], budget)
+        fitting = [row for row in found.rows if row.peak_bytes <= budget and row.exact]
+        if not fitting:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {self}, and no strategy fits into "
+                    f"{_memory.readable(budget)}:\n{found}\n",
+                    f"at least {_memory.readable(min(r.peak_bytes for r in found.rows))}.",
+                    "the forecast includes a margin, and one step's activations are needed by all.",
+                    "a larger memory=, smaller batches, or a smaller model.",
+                )
+            )
+        chosen = min(fitting, key=lambda row: (row.seconds, row.peak_bytes)).strategy
+        self._memo["last"] = dataclasses.replace(found, chosen=chosen)
+        return chosen
+
+    def _budget(self, leaves: Sequence[Any]) -> int:
+        size = _memory.parsed(self.memory)
+        if isinstance(size, int):
+            return size
+        if "free" not in self._memo:
+            device = next((t.device for t in leaves if _is(t)), torch.device("cpu"))
+            self._memo["free"] = _memory.available(device)
+        return int(size * self._memo["free"])
+
+
+MARGIN = 1.25
+"""Forecasts are this much above what was counted: operations allocate inside, allocators round."""
+
+
+def forecast(
+    step: Step,
+    state: Any,
+    meta: Any,
+    batch: Any,
+    steps: int,
+    cost: Cost | None = None,
+    budget: int | None = None,
+) -> Forecast:
+    """What every exact strategy would need for some steps like this one."""
+    cost = measured(step, state, meta, batch) if cost is None else cost
+    rows = [_row(strategy, steps, cost) for strategy in _candidates(steps, cost, budget)]
+    least = min(row.seconds for row in rows)
+    shown = tuple(row._replace(relative_time=row.seconds / least) for row in rows)
+    return Forecast(steps, shown, cost, budget)
+
+
+def _candidates(steps: int, cost: Cost, budget: int | None) -> list[Backward]:
+    found: list[Backward] = [Tape(), Remat()]
+    best = max(1, min(steps, round(math.sqrt(steps * cost.state / max(cost.tape, 1)))))
+    if best > 1:
+        found.append(Remat(every=best))
+    slots = {2, 4, 8}
+    if budget is not None and cost.state:
+        slots.add(int((budget / MARGIN - cost.peak) // cost.state) - 2)
+    found += [Binomial(s) for s in sorted(slots) if 1 <= s < steps]
+    if 0 < cost.inputs <= 8:
+        found.append(Forward())
+    return found
+
+
+def _row(strategy: Backward, steps: int, cost: Cost) -> Row:
+    plain, pull = cost.plain_seconds, cost.pull_seconds
+    working = cost.peak - cost.tape
+    if isinstance(strategy, Tape):
+        size, seconds = steps * cost.tape + working, steps * pull
+    elif isinstance(strategy, Remat):
+        kept = math.ceil(steps / strategy.every)
+        size = kept * cost.state + strategy.every * cost.tape + working
+        seconds = steps * (plain + pull)
+    elif isinstance(strategy, Binomial):
+        size = (strategy.slots + 2) * cost.state + cost.peak
+        seconds = (advances(steps, strategy.slots) + 1) * plain + steps * pull
+    else:
+        size = (cost.inputs + 2) * cost.state + 2 * cost.peak
+        seconds = steps * pull * (1 + cost.inputs)
+    return Row(strategy, int(MARGIN * size), seconds, 1.0)
+
+
+def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
+    """Take one step without and one with a graph, and count."""
+    leaves, spec = _tree.flatten(state)
+    start = _tree.unflatten([_leaf(t) for t in leaves], spec)
+    meta_leaves, meta_spec = _tree.flatten(meta)
+    given = [t for t in (*leaves, *meta_leaves) if _is(t) and t.requires_grad]
+    local = [t.detach().requires_grad_() if _is(t) and t.requires_grad else t for t in meta_leaves]
+    with preserved(devices_of(leaves)):
+        began = time.perf_counter()
+        with torch.no_grad():
+            plain, plain_meta = _tree.map(detached, (state, meta))
+            new, _ = step(plain, plain_meta, batch)
+        plain_seconds = time.perf_counter() - began
+        state_size = _memory.size_of(_tree.flatten(new)[0], leaves)
+        del new, plain, plain_meta
+    with preserved(devices_of(leaves)), _memory.metered() as meter:
+        began = time.perf_counter()
+        with torch.enable_grad():
+            after, out = step(start, _tree.unflatten(local, meta_spec), batch)
+        tape = meter.now
+        outputs = [t for t in _tree.flatten((after, out))[0] if _is(t) and t.requires_grad]
+        targets = [t for t in (*_tree.flatten(start)[0], *local) if _is(t) and t.requires_grad]
+        if outputs:
+            torch.autograd.grad(outputs, targets, _ones(outputs), allow_unused=True)
+        pull_seconds = time.perf_counter() - began
+        peak = meter.peak
+    inputs = sum(t.numel() for t in {id(t): t for t in given}.values())
+    return Cost(state_size, tape, peak, plain_seconds, pull_seconds, inputs)
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_() if differentiable(value) else value
+
+
+def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(t) for t in tensors]
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)

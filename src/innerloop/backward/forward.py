@@ -1,0 +1,207 @@
+"""Derivatives carried along with the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import _captured, _tree
+from innerloop._linear import Pushforward
+from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward._walk import refuse_higher
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+
+Tangent = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Forward(Backward):
+    """Carry the derivative of the state by every meta-parameter along, and keep nothing.
+
+    For few numbers to differentiate by and very many steps; more than ``limit`` are refused.
+
+    Memory: the activations of one step, and one state for each number to differentiate by.
+    Time:   one second-order product per step for each number.
+    Exact:  yes.
+    """
+
+    limit: int = 1000
+
+    def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        leaves, meta_leaves = _tree.flatten(state)[0], _tree.flatten(meta)[0]
+        tensors = [t for t in (*leaves, *meta_leaves) if isinstance(t, Tensor) and t.requires_grad]
+        inputs = list({id(t): t for t in tensors}.values())
+        if not torch.is_grad_enabled() or not len(batches) or not inputs:
+            state, outs = fold(step, state, meta, batches)
+            return state, stacked(outs)
+        self._check(inputs)
+        return _Run(step, state, meta, batches, inputs).result()
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        count = sum(t.numel() for t in inputs)
+        if count > self.limit:
+            raise InnerLoopError(
+                four_part(
+                    f"You differentiate by {count} numbers with Forward().",
+                    f"at most {self.limit}.",
+                    "each of them costs a second-order product in every step and a state.",
+                    f"Remat() or Binomial(8), whose cost does not depend on it; or "
+                    f"Forward(limit={count}) to do it nevertheless.",
+                )
+            )
+
+
+class _Run:
+    def __init__(
+        self, step: Step, state: Any, meta: Any, batches: Sequence[Any], inputs: list[Tensor]
+    ) -> None:
+        self.inputs = inputs
+        self.meta, self.meta_spec = _tree.flatten(meta)
+        self.start = _tree.flatten(state)[0]
+        units = [(i, e) for i, t in enumerate(inputs) for e in range(t.numel())]
+        meta_tangents = [[self._unit(t, i, e) for t in self.meta] for i, e in units]
+        tangents = [[self._unit(t, i, e) for t in self.start] for i, e in units]
+        state = _tree.map(detached, state)
+        self.outs: list[Any] = []
+        out_tangents: list[list[Tangent]] = [[] for _ in units]
+        for j in range(len(batches)):
+            local, leaves = _as_leaves(_tree.flatten(state), tangents)
+            given, meta_leaves = _as_leaves((self.meta, self.meta_spec), meta_tangents)
+            with torch.enable_grad():
+                point = _linearized(step, local, given, _plain(batches[j]))
+            for p in range(len(units)):
+                along = [*zip(leaves, tangents[p], strict=True)]
+                along += zip(meta_leaves, meta_tangents[p], strict=True)
+                known = {id(leaf): t for leaf, t in along if t is not None}
+                tangents[p], out = point.push(known)
+                out_tangents[p].append(out)
+            state = _tree.map(_cut, point.state)
+            self.outs.append(_tree.map(detached, point.out))
+            del point
+        self.final, self.spec = _tree.flatten(state)
+        self.tangents, self.out_tangents = tangents, out_tangents
+
+    def _unit(self, leaf: Any, which: int, element: int) -> Tensor | None:
+        if leaf is not self.inputs[which]:
+            return None
+        unit = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+        unit.view(-1)[element] = 1
+        return unit
+
+    def result(self) -> tuple[Any, Any]:
+        outs, out_spec = _tree.flatten(stacked(self.outs))
+        moved = [i for i, t in enumerate(self.final) if differentiable(t)]
+        shown = [i for i, t in enumerate(outs) if differentiable(t)]
+        columns = [
+            [self.tangents[p][i] for i in moved] + [_along(self.out_tangents[p], i) for i in shown]
+            for p in range(len(self.tangents))
+        ]
+        values = [self.final[i] for i in moved] + [outs[i] for i in shown]
+        connected = _Contract.apply(columns, values, *self.inputs)
+        for i, tensor in zip(moved, connected, strict=False):
+            self.final[i] = tensor
+        for i, tensor in zip(shown, connected[len(moved) :], strict=True):
+            outs[i] = tensor
+        return _tree.unflatten(self.final, self.spec), _tree.unflatten(outs, out_spec)
+
+
+def _along(rows: list[Tangent], i: int) -> Tensor | None:
+    """The tangents of one output at all steps, stacked."""
+    column = [row[i] for row in rows]
+    like = next((t for t in column if t is not None), None)
+    if like is None:
+        return None
+    return torch.stack([torch.zeros_like(like) if t is None else t for t in column])
+
+
+def _as_leaves(flat: Any, tangents: Sequence[Tangent]) -> tuple[Any, list[Any]]:
+    """The same tree with leaves of the graph wherever a tangent arrives."""
+    values, spec = flat
+    reached = [any(t[i] is not None for t in tangents) for i in range(len(values))]
+    leaves = [
+        value.detach().requires_grad_() if hit else detached(value)
+        for value, hit in zip(values, reached, strict=True)
+    ]
+    return _tree.unflatten(leaves, spec), leaves
+
+
+def _plain(batch: Any) -> Any:
+    for leaf in _tree.flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise RequirementError(
+                four_part(
+                    f"A batch has a tensor of shape {tuple(leaf.shape)} that requires grad.",
+                    "batches without a gradient, with Forward().",
+                    "it carries derivatives by the initial state and the meta-parameters only.",
+                    "backward=innerloop.Remat(), or .detach() the batch.",
+                )
+            )
+    return batch
+
+
+def _cut(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _linearized(step: Any, state: Any, meta: Any, batch: Any) -> Any:
+    special = getattr(step, "linearized", None)
+    point = None if special is None else special(state, meta, batch)
+    return _Generic(step, state, meta, batch) if point is None else point
+
+
+class _Generic:
+    """Any step and its pushforward, which takes third derivatives of what is inside."""
+
+    def __init__(self, step: Step, state: Any, meta: Any, batch: Any) -> None:
+        leaves = _tree.flatten((state, meta))[0]
+        self.given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        since = _captured.sequence_number()
+        self.state, self.out = step(state, meta, batch)
+        self.sizes = [_tree.flatten(tree)[0] for tree in (self.state, self.out)]
+        outputs = [t for leaves in self.sizes for t in leaves if differentiable(t)]
+        _captured.refuse(outputs, self.given, since, getattr(step, "roots", (step,)))
+        self.pushforward = Pushforward(outputs, self.given)
+
+    def push(self, tangents: dict[int, Tensor]) -> tuple[Tangent, Tangent]:
+        rest = iter(self.pushforward([tangents.get(id(t)) for t in self.given]))
+        first, second = (
+            [next(rest) if differentiable(t) else None for t in leaves] for leaves in self.sizes
+        )
+        return first, second
+
+
+class _Contract(torch.autograd.Function):
+    """Puts values with known tangents into the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Any, values: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.columns = columns
+        ctx.inputs = [(t.shape, t.numel(), t.dtype, t.device) for t in inputs]
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_higher("Forward's backward")
+        numbers = [_dot(column, grads) for column in ctx.columns]
+        found, start = [], 0
+        for shape, count, dtype, device in ctx.inputs:
+            mine = numbers[start : start + count]
+            start += count
+            found.append(torch.stack(mine).to(device, dtype).reshape(shape) if mine else None)
+        return None, None, *found
+
+
+def _dot(column: Tangent, grads: Sequence[Tensor | None]) -> Tensor:
+    parts = [
+        (t.conj() * g).sum().real if t.is_complex() else (t * g).sum()
+        for t, g in zip(column, grads, strict=True)
+        if t is not None and g is not None
+    ]
+    return (
+        torch.stack([part.to(parts[0].dtype) for part in parts]).sum() if parts else torch.zeros(())
+    )

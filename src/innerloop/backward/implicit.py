@@ -1,0 +1,273 @@
+"""The derivative of a converged training, whatever led there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import _captured, _tree
+from innerloop._ambient import Autocast, Randomness, devices_of, preserved
+from innerloop.backward._solvers import conjugate_gradient, gmres, neumann
+from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward._walk import refuse_higher
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+
+_SOLVERS = ("cg", "neumann", "gmres")
+
+
+@dataclass(frozen=True)
+class Implicit(Backward):
+    """Differentiate the equation that holds where training has converged (iMAML).
+
+    There the inner gradient is zero, and a change of φ moves the weights so that it stays zero:
+    dθ = -H⁻¹ (∂²ℓ/∂θ∂φ) dφ. The product with H⁻¹ is found by ``solver``: ``"cg"`` (symmetric
+    positive definite H), ``"neumann"`` (a series, whose ``scale`` is estimated if not given) or
+    ``"gmres"`` (any H).
+
+    What the optimizer does on its way has no influence on where it ends, so settings and initial
+    weights have no gradient; but with ``proximal`` = λ > 0 the loss has ``λ/2 ‖θ - θ₀‖²`` added,
+    and the initial weights have one (Rajeswaran et al., 2019). Of a general step, the fixed point
+    is taken, with its whole state.
+
+    With ``iterations=None`` the solver must reach ``tolerance``; a given number of iterations is
+    an approximation by choice and is taken as it comes. ``stationary`` is how large the
+    gradient at the end may be, relative to the start, without a warning.
+
+    Memory: the last state and the activations of one step for each distinct batch.
+    Time:   plain training, and one second-order product per iteration.
+    Exact:  at a stationary point.
+    """
+
+    solver: str = "cg"
+    iterations: int | None = None
+    tolerance: float = 1e-10
+    proximal: float = 0.0
+    scale: float | None = None
+    stationary: float = 1e-3
+
+    def __post_init__(self) -> None:
+        good = self.solver in _SOLVERS and self.proximal >= 0 and self.tolerance > 0
+        if not good or (self.iterations is not None and self.iterations < 1):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote {self}.",
+                    f"a solver out of {', '.join(map(repr, _SOLVERS))}, proximal >= 0, "
+                    "tolerance > 0, and iterations above 0 or None.",
+                    "they say how the linear system of the implicit gradient is solved.",
+                    "Implicit(solver='cg', proximal=1.0).",
+                )
+            )
+
+    def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        special: Any = step
+        if self.proximal:
+            if not hasattr(step, "with_proximal"):
+                raise InnerLoopError(_OWN_STEP)
+            step, meta = special.with_proximal(self.proximal), meta._replace(anchor=state.params)
+        if not torch.is_grad_enabled() or not len(batches):
+            state, outs = fold(step, state, meta, batches)
+            return state, stacked(outs)
+        return _Run(self, step, state, meta, batches).result()
+
+    def solve(self, product: Any, b: Tensor) -> Tensor:
+        """``A⁻¹ b``, or an error if the solver was to converge and did not."""
+        limit = self.iterations or max(1000, 10 * b.numel())
+        if self.solver == "cg":
+            x, left = conjugate_gradient(product, b, limit, self.tolerance)
+        elif self.solver == "neumann":
+            x, left = neumann(product, b, limit, self.tolerance, self.scale)
+        else:
+            x, left = gmres(product, b, limit, self.tolerance)
+        if self.iterations is None and not left <= 100 * self.tolerance:
+            raise RequirementError(
+                four_part(
+                    f"{self} stopped with a relative residual of {left:.1e}.",
+                    f"{self.tolerance:.0e}.",
+                    "the matrix of second derivatives is singular, not positive definite, or too "
+                    "badly conditioned for this solver and dtype.",
+                    "proximal=..., a regularized loss, solver='gmres', a larger tolerance, or "
+                    "iterations=... to take an approximation.",
+                )
+            )
+        return x
+
+
+_OWN_STEP = four_part(
+    "You gave Implicit(proximal=...) a step of your own.",
+    "a step made by innerloop.inner_step.",
+    "the term must become part of its loss.",
+    "the term in your own step, and Implicit() without it.",
+)
+
+
+class _Run:
+    """One converged run: its last state, and the equation that holds there."""
+
+    def __init__(
+        self, how: Implicit, step: Any, state: Any, meta: Any, batches: Sequence[Any]
+    ) -> None:
+        self.how, self.step = how, step
+        self.start, self.spec = _tree.flatten(state)
+        self.meta, self.meta_spec = _tree.flatten(meta)
+        self.batches = list({id(b): b for b in (batches[j] for j in range(len(batches)))}.values())
+        self.own = hasattr(step, "stationarity")
+        if not self.own and how.solver == "cg":
+            raise InnerLoopError(
+                four_part(
+                    "You gave Implicit(solver='cg') a step of your own.",
+                    "solver='gmres' or 'neumann'.",
+                    "the derivative of a step is in general not symmetric.",
+                    "Implicit(solver='gmres').",
+                )
+            )
+        devices = devices_of(self.start)
+        self.devices, self.autocast = devices, Autocast(devices)
+        with torch.no_grad(), _captured.watching() as watch:
+            plain, plain_meta = _tree.map(detached, (state, meta))
+            final, self.outs = fold(step, plain, plain_meta, batches)
+            self.randomness = Randomness(devices)
+        if watch.tensors:
+            roots = getattr(step, "roots", (step,))
+            raise RequirementError(_captured.not_followed(watch.tensors[0], None, roots))
+        self.final, self.final_spec = _tree.flatten(final)
+        self._check_inputs(state, meta)
+
+    def _check_inputs(self, state: Any, meta: Any) -> None:
+        learned = [t for t in self.start if isinstance(t, Tensor) and t.requires_grad]
+        moving = {id(t) for t in self.final}
+        lost = [t for t in learned if id(detached(t)) not in moving]
+        anchored = self.how.proximal > 0
+        settings = _tree.flatten(meta.opt)[0] if self.own else []
+        if any(isinstance(t, Tensor) and t.requires_grad for t in settings):
+            raise RequirementError(_no_influence("settings of the optimizer"))
+        if lost and not anchored:
+            raise RequirementError(_no_influence("the initial state"))
+
+    def result(self) -> tuple[Any, Any]:
+        inputs = {id(t): t for t in self.meta if isinstance(t, Tensor) and t.requires_grad}
+        self.inputs = list(inputs.values())
+        self.places = self._places()
+        leaves = list(self.final)
+        if self.inputs and self.places:
+            self._check_stationary()
+            values = [leaves[i] for i in self.places]
+            for i, t in zip(self.places, _Solve.apply(self, values, *self.inputs), strict=True):
+                leaves[i] = t
+        return _tree.unflatten(leaves, self.final_spec), stacked(self.outs)
+
+    def _places(self) -> list[int]:
+        """Where the unknowns of the equation are among the leaves of the last state."""
+        numbered = _tree.unflatten(list(range(len(self.final))), self.final_spec)
+        if not self.own:
+            return [i for i, t in enumerate(self.final) if differentiable(t)]
+        with torch.no_grad():
+            state, meta = self._at(self.final), _tree.unflatten(self.meta, self.meta_spec)
+            with preserved(self.devices):
+                moved = self.step.stationarity(state, meta, self.batches[0])
+        return [place for name, place in numbered.params.items() if name in moved]
+
+    def _at(self, leaves: list[Any]) -> Any:
+        return _tree.unflatten(leaves, self.final_spec)
+
+    def residual(self, leaves: list[Any], meta: Any) -> list[Tensor]:
+        """What is zero at the last state, averaged over the distinct batches."""
+        state, total = self._at(leaves), []
+        for batch in self.batches:
+            self.randomness.set()
+            if self.own:
+                found = list(self.step.stationarity(state, meta, batch).values())
+            else:
+                new = _tree.flatten(self.step(state, meta, batch)[0])[0]
+                found = [leaves[i] - new[i] for i in self.places]
+            total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
+        return [t / len(self.batches) for t in total]
+
+    def _check_stationary(self) -> None:
+        with torch.no_grad(), preserved(self.devices):
+            meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
+            end = _norm(self.residual(self.final, meta))
+            begin = _norm(self.residual([detached(t) for t in self.start], meta))
+        if end > self.how.stationary * begin:
+            warnings.warn(
+                four_part(
+                    f"Training ended with a gradient of {end:.1e}, and began with {begin:.1e}.",
+                    f"a ratio of at most {self.how.stationary:g}.",
+                    "the implicit gradient is exact only where training has converged.",
+                    "more steps, or Implicit(stationary=...) to accept it.",
+                ),
+                stacklevel=6,
+            )
+
+    def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        leaves = list(self.final)
+        for i in self.places:
+            leaves[i] = leaves[i].detach().requires_grad_()
+        unknown = [leaves[i] for i in self.places]
+        given = {id(t): t.detach().requires_grad_() for t in self.inputs}
+        meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
+        with preserved(self.devices), self.autocast.restored(), torch.enable_grad():
+            equation = self.residual(leaves, meta)
+        b = torch.cat(
+            [
+                (torch.zeros_like(u) if g is None else g).reshape(-1)
+                for u, g in zip(unknown, grads, strict=True)
+            ]
+        )
+
+        def product(v: Tensor) -> Tensor:
+            parts = _split(v, equation)
+            live = [(e, p) for e, p in zip(equation, parts, strict=True) if e.requires_grad]
+            found = torch.autograd.grad(
+                [e for e, _ in live],
+                unknown,
+                [p for _, p in live],
+                retain_graph=True,
+                materialize_grads=True,
+                allow_unused=True,
+            )
+            return torch.cat([f.reshape(-1) for f in found])
+
+        solution = _split(self.how.solve(product, b), equation)
+        live = [(e, -s) for e, s in zip(equation, solution, strict=True) if e.requires_grad]
+        found = torch.autograd.grad(
+            [e for e, _ in live], list(given.values()), [s for _, s in live], allow_unused=True
+        )
+        return list(found)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return torch.stack([t.norm() for t in tensors]).norm().item()
+
+
+def _split(v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = v.split([t.numel() for t in like])
+    return [part.reshape(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+def _no_influence(what: str) -> str:
+    return four_part(
+        f"You differentiate by {what} with Implicit().",
+        "meta-parameters of the loss, or the initial weights with a proximal term.",
+        "where training has converged, the way there has no influence: the gradient is zero.",
+        "learn without it, Implicit(proximal=1.0) for the initial weights, or another strategy.",
+    )
+
+
+class _Solve(torch.autograd.Function):
+    """Puts converged weights into the graph; its backward solves the linear system."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, values: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_higher("Implicit's backward")
+        return None, None, *ctx.run.pulled(grads)
