@@ -27,24 +27,29 @@ def _distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def _compare(name: str, sides: tuple[str, str], ours: Evidence, theirs: Evidence) -> float:
+def _compare(
+    name: str, sides: tuple[str, str], ours: Evidence, theirs: Evidence, tolerance: float
+) -> float:
     if ours.keys() != theirs.keys():
         raise DisagreementError(f"{name}: {sides[0]} gave {[*ours]}, {sides[1]} {[*theirs]}")
     worst = 0.0
     for kind in theirs:
         distance = _distance(ours[kind], theirs[kind])
-        if not distance <= TOLERANCE:
+        if not distance <= tolerance:
             raise DisagreementError(
                 f"{name}: {kind} of {sides[0]} and {sides[1]} differ by {distance:.1e} relative "
-                f"in float64 (allowed: {TOLERANCE:.0e}). Nothing was timed: times of different "
+                f"in float64 (allowed: {tolerance:.0e}). Nothing was timed: times of different "
                 f"computations cannot be compared."
             )
         worst = max(worst, distance)
     return worst
 
 
-def check(name: str, cases: dict[str, Case]) -> float:
+def check(name: str, cases: dict[str, Case], tolerance: float = TOLERANCE) -> float:
     """Hold every side to the last one. Returns the largest relative difference."""
     *others, reference = cases
     theirs = cases[reference].evidence()
-    return max(_compare(name, (side, reference), cases[side].evidence(), theirs) for side in others)
+    return max(
+        _compare(name, (side, reference), cases[side].evidence(), theirs, tolerance)
+        for side in others
+    )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +83,25 @@ def line(row: Row) -> str:
             row.verdict,
         )
     )
+
+
+def about(threads: int) -> dict[str, object]:
+    """Where and how the numbers were measured."""
+    versions: dict[str, str] = {}
+    for name in ("torch", "higher", "innerloop"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed: on the path"
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "versions": versions,
+    }
 
 
 def write(path: Path, about: dict[str, object], results: list[Row]) -> None:

@@ -7,11 +7,8 @@ own first (`setup_peers.py`) and runs itself there.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import importlib.util
 import os
-import platform
 import sys
 import warnings
 from pathlib import Path
@@ -25,10 +22,9 @@ if TYPE_CHECKING:
     from workloads import Case, Workload
 
 _RESULTS = Path(__file__).resolve().parent / "results"
-_NEEDED = ("torch", "higher", "innerloop")
 
 # Exit codes. A missed target is a result, not a failure: it is printed, and the code stays 0.
-_DISAGREEMENT, _SETUP_FAILED = 1, 3
+_DISAGREEMENT = 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -39,17 +35,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="default: results/<time>.json")
     parser.add_argument("--profile", metavar="NAME", help="show where NAME spends its time")
     return parser.parse_args()
-
-
-def _rerun_where_peers_are() -> None:
-    """Replace this process by one whose Python has all that is needed."""
-    try:
-        setup_peers.create()
-    except setup_peers.SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(_SETUP_FAILED)
-    sys.stdout.flush()
-    os.execv(setup_peers.PYTHON, [str(setup_peers.PYTHON), *sys.argv])
 
 
 def _selected(prefix: str | None) -> list[Workload]:
@@ -75,26 +60,6 @@ def _build(workload: Workload, dtype_name: str) -> dict[str, Case]:
     libraries = _libraries()
     dtype = getattr(torch, dtype_name)
     return {side: workload.build(libraries[side], dtype) for side in workload.sides}
-
-
-def _about(threads: int) -> dict[str, object]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions: dict[str, str] = {}
-    for name in _NEEDED:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed: on the path"
-    return {
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "versions": versions,
-    }
 
 
 def _benchmark(workloads: list[Workload], repeats: int | None) -> list[Row]:
@@ -128,8 +93,7 @@ def _profile(workloads: list[Workload]) -> None:
 
 def main() -> None:
     args = _arguments()
-    if not all(map(importlib.util.find_spec, _NEEDED)):
-        _rerun_where_peers_are()
+    setup_peers.ensure(("torch", "higher", "innerloop"))
     # Read once, when torch loads its threads. By default they spin while they wait, so that on busy
     # cores each waits for one that the others keep from running: some 10 times slower, all sides.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -144,7 +108,7 @@ def main() -> None:
     if args.profile:
         _profile(_selected(args.profile))
         return
-    about = _about(args.threads)
+    about = report.about(args.threads)
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     try:
         results = _benchmark(_selected(args.only), args.repeats)

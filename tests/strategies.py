@@ -1,6 +1,6 @@
 """The table of strategies, and how close two results of the same computation must be."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +40,15 @@ def assert_same(
         assert a.shape == e.shape
         assert a.dtype == e.dtype
         assert apart(a, e) <= tolerance, (number, a, e)
+
+
+def assert_right_or_refused(
+    found: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor], name: str
+) -> None:
+    """Never silently wrong: the expected tensors, or an error that says the name."""
+    try:
+        actual = found()
+    except il.RequirementError as error:
+        assert name in str(error), error
+        return
+    assert_same(actual, expected)

@@ -3,6 +3,7 @@
 The examples of one page run in order, in one namespace.
 """
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -37,12 +38,41 @@ def _is_higher(name):
     return name.split(".")[0] == "higher"
 
 
-def test_the_readme_has_examples():
-    assert len(list(examples(ROOT / "README.md"))) >= 3
+def run(page, first=None):
+    """Execute the examples of a page, or only some of them; return what they defined."""
+    namespace = {"__name__": page.stem}
+    for example in itertools.islice(examples(page), first):
+        exec(compile(example, str(page), "exec"), namespace)
+    return namespace
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page, no_trace_of_install):
-    namespace = {"__name__": page.stem}
-    for example in examples(page):
-        exec(compile(example, str(page), "exec"), namespace)
+    run(page)
+
+
+def test_the_first_example_does_what_the_readme_says():
+    """A gradient reaches all that is learned, the meta-optimizer moves it, adaptation helps."""
+    found = run(ROOT / "README.md", first=1)
+    inner, meta_loss, adapted = (found[name] for name in ("inner", "meta_loss", "adapted"))
+    assert meta_loss.shape == ()
+    learned = dict(inner.named_parameters())
+    assert {id(p) for p in found["model"].parameters()} < {id(p) for p in learned.values()}
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in learned.values())
+    assert inner.hyper["lr"].item() == pytest.approx(0.4, abs=2e-3) != 0.4
+    assert adapted.losses.shape == (8, 5)
+    assert (adapted.losses[:, -1] < adapted.losses[:, 0]).all()
+    assert adapted(found["query"][0]).shape == (8, 10, 2)
+
+
+@pytest.mark.parametrize("line", ["assert False", "an error of syntax"])
+def test_a_wrong_example_is_noticed(line, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nx = 1\n```\n\nText.\n\n```python\n{line}\n```\n")
+    with pytest.raises((AssertionError, SyntaxError)):
+        run(page)
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f": {page.name}\n" in text for page in PAGES[1:])

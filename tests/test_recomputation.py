@@ -133,7 +133,7 @@ def test_no_grad_leaves_no_graph(backward: Any) -> None:
     assert_same(state.params.values(), tracked.params.values(), 0)
 
 
-@each_exact
+@pytest.mark.parametrize("backward", [*RECOMPUTES, il.Auto("1GB")], ids=repr)
 def test_autocast_is_restored(backward: Any) -> None:
     """Forward inside the region, backward outside of it, as torch advises."""
     found = []
@@ -317,7 +317,7 @@ def test_a_loss_that_does_not_repeat_is_noticed(kind: Any, backward: Any) -> Non
     loop = Training(plain.model, loss)
     try:
         value = squares(loop.f.bind(loop.unrolled(train, backward)[0].params), val)
-        used = list(loss.used)
+        used = loss.used[-len(train) :]  # Auto has measured a step before
         actual = loop.grads(value)
     except il.InnerLoopError:
         return

@@ -273,7 +273,7 @@ def slope_of_differences(f: Any) -> float:
     neither a sharp bend nor rounding does.
     """
     found = []
-    for width in (1e-3, 2e-4, 4e-5, 8e-6, 1.6e-6):
+    for width in (2e-4, 2e-5, 2e-6):
         one, two = ((f(k * width) - f(-k * width)).item() for k in (1, 2))
         found.append((8 * one - two) / (12 * width))
     gaps = [abs(a - b) for a, b in itertools.pairwise(found)]

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -199,6 +199,10 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         closed = [(name, _content(cell)) for name, cell in cells]
+        args = value.__code__.co_varnames[: value.__code__.co_argcount]
+        defaults = value.__defaults__ or ()
+        closed += zip(args[len(args) - len(defaults) :], defaults, strict=True)
+        closed += (value.__kwdefaults__ or {}).items()
         names = value.__code__.co_names
         return closed + [(n, value.__globals__[n]) for n in names if n in value.__globals__]
     if isinstance(value, MethodType):
@@ -212,9 +216,9 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
         return [(str(key), item) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [(str(i), item) for i, item in enumerate(value)]
-    if hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
-        return list(vars(value).items())
-    return []
+    if isinstance(value, type | Tensor | ModuleType):
+        return []
+    return list(getattr(value, "__dict__", {}).items())
 
 
 def _content(cell: Any) -> Any:

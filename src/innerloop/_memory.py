@@ -30,9 +30,10 @@ def parsed(memory: Any) -> int | float:
                 size = int(float(found[1]) * (_UNITS | _BINARY)[found[2] or ""])
                 if size > 0:
                     return size
-    elif isinstance(memory, int | float) and not isinstance(memory, bool):
-        if memory > 1 if isinstance(memory, int) else 0 < memory <= 1:
-            return memory
+    elif type(memory) is int and memory > 1:
+        return memory
+    elif type(memory) is float and 0 < memory <= 1:
+        return float(memory)
     raise InnerLoopError(
         four_part(
             f"You wrote memory={memory!r}.",

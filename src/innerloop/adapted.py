@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import Template, named_parameters
-from innerloop.optim import Rule
+from innerloop.functional import Template, functional
+from innerloop.optim import FAMILIES, Rule
+from innerloop.optim._from_torch import family_of
 from innerloop.step import State
+from innerloop.tasks import count, sliced
 
 
 class Adapted:
@@ -65,29 +67,46 @@ class Adapted:
         if not isinstance(self._outs, tuple):
             return None
         rest = self._outs[1:]
-        return rest[0] if len(rest) == 1 else rest
+        return rest if len(rest) > 1 else next(iter(rest), None)
 
     def write_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put the weights and buffers into a model, and the state into its optimizer."""
-        targets = dict(named_parameters(model))
+        if not isinstance(model, nn.Module):
+            raise InnerLoopError(_not_alike(f"a {type(model).__name__}"))
+        targets, buffers = functional(model).params, functional(model).buffers
         _check_alike(targets, self.state.params)
-        if optimizer is not None and not isinstance(self._rule, Rule):
-            raise InnerLoopError(
-                four_part(
-                    "You wrote the state of a learned optimizer to one of torch.optim.",
-                    "an inner loop with an optimizer of torch.optim.",
-                    "the two keep different things.",
-                    "adapted.write_to(model).",
-                )
-            )
+        _check_alike(buffers, self.state.buffers)
         if optimizer is not None:
+            self._check_optimizer(optimizer, targets)
             self._rule.write_to(optimizer, self.state.opt)
         with torch.no_grad():
             for name, value in self.state.params.items():
                 targets[name].copy_(value)
-            own = dict(model.named_buffers())
             for name, value in self.state.buffers.items():
-                own[name].copy_(value)
+                buffers[name].copy_(value)
+
+    def _check_optimizer(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:
+        own, kind = self._rule, type(optimizer)
+        good = isinstance(own, Rule) and isinstance(optimizer, torch.optim.Optimizer)
+        if good:
+            good = family_of(kind, FAMILIES) is own.family
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            expected = [targets[name] for name in own.names or ()]
+            good = good and len(params) == len(expected)
+            good = good and all(a is b for a, b in zip(params, expected, strict=True))
+        if not good:
+            name = own.family.name if isinstance(own, Rule) else type(own).__name__
+            shown = optimizer.__name__ if isinstance(optimizer, type) else kind.__name__
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote the state of {name} to {shown}.",
+                    "an optimizer of the same torch.optim class, over the same parameters of the "
+                    "model that is written to, in the same order.",
+                    "each kind keeps other things, by parameter.",
+                    "adapted.write_to(model, optimizer), with an optimizer built like that of the "
+                    "inner loop, or adapted.write_to(model).",
+                )
+            )
 
     def __repr__(self) -> str:
         return f"Adapted({type(self.module).__name__}, steps={self.state.time})"
@@ -101,11 +120,19 @@ class AdaptedTasks:
         """The trained model of each task."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outs = [
-            one(*_tree.map(lambda v, t=t: _of_task(v, t), args), **_of_tasks(kwargs, t))
-            for t, one in enumerate(self.each)
-        ]
-        return _stacked(outs)
+        found = count([args, kwargs])
+        if found != len(self):
+            raise InnerLoopError(
+                four_part(
+                    f"You called the adapted models of {len(self)} tasks with {found} tasks.",
+                    f"tensors of shape [{len(self)}, ...].",
+                    "each task's model gets its own slice.",
+                    "inputs for the same tasks, or adapted.each[0](x) for one.",
+                )
+            )
+        slices = [sliced((args, kwargs), t) for t in range(found)]
+        pairs = zip(self.each, slices, strict=True)
+        return _stacked([one(*one_args, **one_kwargs) for one, (one_args, one_kwargs) in pairs])
 
     def __len__(self) -> int:
         return len(self.each)
@@ -133,7 +160,7 @@ class AdaptedTasks:
     @property
     def aux(self) -> Any:
         """What the loss returned besides its value. [tasks, steps, ...]"""
-        return _stacked([one.aux for one in self.each])
+        return _stacked([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
 
     def write_to(self, model: nn.Module, optimizer: Any = None) -> None:
         raise InnerLoopError(
@@ -149,16 +176,8 @@ class AdaptedTasks:
         return f"AdaptedTasks({len(self)} x {self.each[0]!r})"
 
 
-def _of_task(value: Any, task: int) -> Any:
-    return value[task] if isinstance(value, Tensor) else value
-
-
-def _of_tasks(tree: Any, task: int) -> Any:
-    return _tree.map(lambda v: _of_task(v, task), tree)
-
-
-def _stacked(trees: Sequence[Any]) -> Any:
-    flat = [_tree.flatten(tree) for tree in trees]
+def _stacked(trees: Sequence[Any], is_leaf: Any = None) -> Any:
+    flat = [_tree.flatten(tree, is_leaf) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     leaves = [
         torch.stack(list(c)) if isinstance(c[0], Tensor) else (c[0] if c[0] is None else list(c))
@@ -169,12 +188,17 @@ def _stacked(trees: Sequence[Any]) -> Any:
 
 def _check_alike(targets: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     wrong = [n for n in params if n not in targets or targets[n].shape != params[n].shape]
-    if wrong or len(targets) != len(params):
+    wrong += [n for n in targets if n not in params]
+    if wrong:
         raise InnerLoopError(
-            four_part(
-                f"You wrote to a model that does not have the same parameters ({wrong[:1]}).",
-                "a model like the one that was adapted.",
-                "weights are matched by name and shape.",
-                "adapted.write_to(model), with the model of the inner loop or a copy of it.",
-            )
+            _not_alike(f"a model without the same parameters and buffers: {wrong[0]!r}")
         )
+
+
+def _not_alike(what: str) -> str:
+    return four_part(
+        f"You wrote to {what}.",
+        "a model like the one that was adapted.",
+        "weights and buffers are matched by name and shape.",
+        "adapted.write_to(model), with the model of the inner loop or a copy of it.",
+    )

@@ -20,7 +20,7 @@ class ClipNorm:
     max_norm: Any
 
     def __call__(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        norms = [safe_norm(_real(grad)) for grad in grads.values()]
+        norms = [safe_norm(_wide(grad)) for grad in grads.values()]
         total = safe_sqrt(torch.stack(norms).square().sum())
         # The small number is torch's, so that the values are those of clip_grad_norm_.
         factor = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
@@ -61,17 +61,20 @@ def clip_value(limit: Any) -> ClipValue:
 
 
 def _check(name: str, limit: Any) -> None:
-    number = isinstance(limit, int | float | Tensor) and not isinstance(limit, bool)
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    number = number or (isinstance(limit, Tensor) and limit.numel() == 1)
     if not number or (not isinstance(limit, Tensor) and not limit > 0):
         raise InnerLoopError(
             four_part(
                 f"You wrote {name}({limit!r}).",
-                "a number above 0, or a tensor.",
+                "a number above 0, or a tensor with one.",
                 "it bounds the size of the gradients.",
                 f"innerloop.{name}(1.0).",
             )
         )
 
 
-def _real(grad: Tensor) -> Tensor:
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+def _wide(grad: Tensor) -> Tensor:
+    """Real numbers whose squares do not overflow."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    return real.float() if real.dtype.itemsize < 4 else real

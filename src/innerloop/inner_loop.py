@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop import tasks as _tasks
@@ -15,11 +16,11 @@ from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import functional
-from innerloop.learn import Learn, at_step, learned_parameters, natural, parsed
+from innerloop.learn import Learn, at_step, check_steps, learned_parameters, natural, parsed
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
-from innerloop.schedules import Factors, check_schedule, start_values
+from innerloop.schedules import Factors, check_schedule, rebase, start_values
 from innerloop.step import InnerStep, Meta, State, inner_step
 from innerloop.unroll import as_batches, check_strategy, unroll
 
@@ -71,6 +72,8 @@ class InnerLoop(nn.Module):
     ) -> None:
         super().__init__()
         _check_parts(model, optimizer, loss)
+        _check_callable("val_loss", val_loss)
+        _check_callable("grad_transform", grad_transform)
         self.learn_init, self.learned = parsed(learn)
         self.backward = check_strategy(Tape() if backward is None else backward)
         self.first_order = first_order
@@ -94,8 +97,8 @@ class InnerLoop(nn.Module):
             if schedule is not None:
                 check_schedule(schedule, optimizer)
             params = [template.params[name] for name in self._names]
-            start = start_values(optimizer, schedule)
-            self.settings = learned_parameters(rule, self.learned, params, start)
+            self._base = start_values(optimizer, schedule)
+            self.settings = learned_parameters(rule, self.learned, params, self._base)
         elif self.learned or schedule is not None:
             raise InnerLoopError(_no_settings(self.learned, schedule))
 
@@ -106,7 +109,7 @@ class InnerLoop(nn.Module):
 
         With ``tasks=True`` every tensor has a leading task axis, and so has the result. [tasks]
         """
-        adapted = self.adapt(train, tasks=tasks, val=val)
+        adapted = self._adapted(train, tasks, val)
         if isinstance(adapted, AdaptedTasks):
             parts = [
                 self._measured(one, _tasks.sliced(val, t)) for t, one in enumerate(adapted.each)
@@ -114,13 +117,20 @@ class InnerLoop(nn.Module):
             return torch.stack(parts)
         return self._measured(adapted, val)
 
-    def adapt(self, train: Any, *, tasks: bool = False, val: Any = None) -> Any:
+    def adapt(self, train: Any, *, tasks: bool = False) -> Any:
         """The model after one step for each batch: an :class:`Adapted`, or one for each task.
 
         Under ``torch.no_grad()`` no graph is kept.
         """
+        if torch.is_inference_mode_enabled():
+            # No gradient can be taken in inference mode, and a step needs the inner one.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._adapted(_tree.map(_usable, list(train)), tasks, None, own=True)
+        return self._adapted(train, tasks, None, own=True)
+
+    def _adapted(self, train: Any, tasks: bool, val: Any, own: bool = False) -> Any:
         batches = as_batches(train)
-        run = self.prepared(len(batches))
+        run = dataclasses.replace(self.prepared(len(batches)), own=own)
         if not tasks:
             return run.adapted(batches, self._carry(0), self._keep(0))
         count = _tasks.count(batches, val)
@@ -153,12 +163,29 @@ class InnerLoop(nn.Module):
                     )
                 )
         rule = from_torch(target)
-        with torch.no_grad():
-            hyper = self._at(rule, self.meta(rule).opt, 0)
+        opt = {name: value.detach() for name, value in self.meta(rule).opt.items()}
+        base = self._plain(rule, target, self._at(rule, opt, 0))
+        scheduled = isinstance(self.schedule, LRScheduler)
+        now = base
+        if scheduled:
+            now = self._plain(rule, target, _Settings(self, rule, self._factors())(opt, 0))
+        write_settings(target, now)
+        if scheduled and "lr" in self.learned:
+            rebase(self.schedule, target, [group["lr"] for group in base])
+        for group, values in zip(self._base, base, strict=True):
+            group.update(values)
+
+    def _plain(
+        self, rule: Rule, target: torch.optim.Optimizer, hyper: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The learned settings of each group as numbers."""
         shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
         groups = merged(rule.family, rule.groups, shapes, hyper)
         plain = plain_settings(rule.family, groups)
-        write_settings(target, [{n: s[n] for n in self.learned} for s in plain])
+        return [{name: group[name] for name in self.learned} for group in plain]
+
+    def _factors(self) -> Factors | None:
+        return None if self.schedule is None else Factors(self.schedule, self._base)
 
     def restart(self) -> None:
         """Forget the state carried over from the last call; see :class:`innerloop.Truncated`."""
@@ -170,11 +197,12 @@ class InnerLoop(nn.Module):
         """The three parts as they are now, as pure functions and plain tensors."""
         template = functional(self.model).template()
         self._check_reach(steps)
+        begun = max((state.time for state in (self._carried or {}).values()), default=0)
+        check_steps(self.learned, begun + steps)
         params = {n: p if self.learn_init else p.detach() for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
             rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
-            factors = None if self.schedule is None else Factors(self.schedule)
-            settings = _Settings(self, rule, factors)
+            settings = _Settings(self, rule, self._factors())
         else:
             rule, settings = cast(Any, self.optimizer), None
         step = inner_step(
@@ -204,7 +232,7 @@ class InnerLoop(nn.Module):
         sizes = rule.sizes or ()
         hyper = dict(opt)
         for name, learn in self.learned.items():
-            hyper[name] = at_step(name, learn, opt[name], time, sizes, rule.family.settings[name])
+            hyper[name] = at_step(learn, opt[name], time, sizes, rule.family.settings[name])
         return hyper
 
     def _measured(self, adapted: Adapted, val: Any) -> Tensor:
@@ -292,6 +320,8 @@ class Prepared:
     state: State
     meta: Meta
     backward: Backward
+    own: bool = False
+    """Whether weights that no step has changed are copied, to be kept by the caller."""
 
     def adapted(
         self, batches: Any, carried: State | None, keep: Callable[[State], None]
@@ -300,9 +330,15 @@ class Prepared:
         state, outs = unroll(self.step, start, self.meta, batches, self.backward)
         plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
         state = state._replace(buffers=plain)
+        if self.own:
+            state = state._replace(params=self._owned(state.params))
         keep(_tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, state))
         assert self.step.model is not None
         return Adapted(self.step.model, self.step.rule, state, outs)
+
+    def _owned(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        given = {p.data_ptr() for p in self.state.params.values()}
+        return {n: p.clone() if p.data_ptr() in given else p for n, p in params.items()}
 
 
 class _Settings:
@@ -318,7 +354,11 @@ class _Settings:
         groups = len(self.rule.groups)
         every = {**self.rule.hyper, **hyper}
         listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
-        return self.factors.apply(listed, opt, time)
+        return self.factors.apply(listed, self.inner.learned, opt, time)
+
+
+def _usable(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
@@ -351,6 +391,18 @@ def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
                 "a function loss(model, batch) or a module.",
                 "it is evaluated again at every step.",
                 "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
+            )
+        )
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, type) or not callable(value)):
+        raise InnerLoopError(
+            four_part(
+                f"You gave {name}={value!r}.",
+                "a function, a module, or None.",
+                "it is called in every inner loop.",
+                "val_loss=lambda model, val: ..., grad_transform=innerloop.clip_norm(1.0).",
             )
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,8 @@ class Learn:
     transform: str | tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
 
     def __post_init__(self) -> None:
-        per = (self.per,) if isinstance(self.per, str) else tuple(self.per)
+        sequence = isinstance(self.per, list | tuple | set)
+        per = tuple(self.per) if sequence else (self.per,)
         object.__setattr__(self, "per", per)
         unknown = [name for name in per if name not in _PER]
         spatial = [name for name in per if name != "step"]
@@ -56,7 +56,7 @@ class Learn:
                     "Learn(per=('parameter', 'step'), steps=5).",
                 )
             )
-        valid = isinstance(self.steps, int) and self.steps > 0
+        valid = isinstance(self.steps, int) and self.steps > 0 and self.steps is not True
         if ("step" in per) != (self.steps is not None) or (self.steps is not None and not valid):
             raise InnerLoopError(
                 four_part(
@@ -67,7 +67,10 @@ class Learn:
                 )
             )
         pair = isinstance(self.transform, tuple) and len(self.transform) == 2
-        if not (self.transform is None or pair or self.transform in _TRANSFORMS):
+        if pair:
+            pair = all(map(callable, self.transform or ()))
+        known = isinstance(self.transform, str) and self.transform in _TRANSFORMS
+        if not (self.transform is None or pair or known):
             raise InnerLoopError(
                 four_part(
                     f"You wrote Learn(transform={self.transform!r}).",
@@ -88,14 +91,17 @@ class Learn:
 
     def inverse(self, name: str, value: Tensor) -> Tensor:
         """The learned number, given the setting."""
-        raw = value if self.transform is None else self._pair[1](value)
-        if not bool(torch.isfinite(raw).all()):
+        raw: Any = value if self.transform is None else self._pair[1](value)
+        numbers = self.transform is None or not isinstance(raw, Tensor)
+        back: Any = raw if numbers else self._pair[0](raw)
+        wrong = _unlike(raw, back, value)
+        if wrong is not None:
             raise InnerLoopError(
                 four_part(
                     f"You learn {name!r} with transform={self.transform!r}, and the optimizer has "
-                    f"the value {value.reshape(-1)[0].item():g}.",
-                    "a value inside the transform's range.",
-                    "no finite number is mapped to it.",
+                    f"the value {wrong:g}.",
+                    "a value inside the transform's range, and an inverse that belongs to it.",
+                    "the transform does not map the inverse of this value back to it.",
                     f"torch.optim...(..., {name}=...) with a value inside, or another transform.",
                 )
             )
@@ -106,6 +112,31 @@ class Learn:
         if isinstance(self.transform, str):
             return _TRANSFORMS[self.transform]
         return self.transform
+
+
+def _unlike(raw: Any, back: Any, value: Tensor) -> float | None:
+    """A component that a transform does not map back to itself, if there is one."""
+    flat = value.reshape(-1)
+    if not all(isinstance(t, Tensor) and t.shape == value.shape for t in (raw, back)):
+        return flat[0].item()
+    tolerance = 1e-4 if value.dtype == torch.float32 else 1e-8
+    same = torch.isclose(back, value.to(back.dtype), rtol=tolerance, atol=1e-12)
+    wrong = flat[~(same & torch.isfinite(raw)).reshape(-1)]
+    return wrong[0].item() if wrong.numel() else None
+
+
+def check_steps(how: Mapping[str, Learn], steps: int) -> None:
+    """Refuse more steps than some setting has values for, before the first is taken."""
+    for name, learn in how.items():
+        if learn.steps is not None and steps > learn.steps:
+            raise InnerLoopError(
+                four_part(
+                    f"You learn {name!r} per step for {learn.steps} steps and take {steps}.",
+                    "a value for every step.",
+                    "there is none for the others.",
+                    f"Learn(per='step', steps={steps}) or more, or fewer batches.",
+                )
+            )
 
 
 def parsed(learn: Any) -> tuple[bool, dict[str, Learn]]:
@@ -189,7 +220,7 @@ def _initial(
 
     if learn.over == "element":
         full = [
-            value.reshape(*value.shape, *[1] * p.dim()).expand(*value.shape, *p.shape)
+            value.reshape([*value.shape, *[1] * p.dim()]).expand([*value.shape, *p.shape])
             for value, p in zip(of_each, params, strict=True)
         ]
         return nn.ParameterList([by_step(tensor) for tensor in full])
@@ -206,21 +237,9 @@ def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]
     }
 
 
-def at_step(
-    name: str, learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int
-) -> list[Any]:
+def at_step(learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int) -> list[Any]:
     """One setting as the rule takes it: one value for each group, at one step."""
     if learn.steps is not None:
-        if time >= learn.steps:
-            raise InnerLoopError(
-                four_part(
-                    f"You learn {name!r} per step for {learn.steps} steps and take step "
-                    f"{time + 1}.",
-                    "a value for every step.",
-                    "there is none for this one.",
-                    f"Learn(per='step', steps={time + 1}) or more, or fewer batches.",
-                )
-            )
         value = _tree.map(lambda t: t[time], value)
     if learn.over == "group":
         return list(value.unbind())
@@ -240,7 +259,3 @@ def scaled(value: Any, factor: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(scaled(part, factor) for part in value)
     return value * factor
-
-
-def is_one(factor: Any) -> bool:
-    return not isinstance(factor, Tensor) and math.isclose(factor, 1.0, rel_tol=1e-15)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.inner_loop import InnerLoop
+from innerloop.unroll import as_batches
 
 
 def meta_update(
@@ -40,53 +41,70 @@ def meta_update(
     True
     """
     phi = _learned(inner, meta_optimizer, updates)
-    losses = []
-    for _ in range(updates):  # line 1
+    train = train if callable(train) else as_batches(train)
+    losses: list[Tensor] = []
+
+    def evaluated() -> Tensor:
         # Lines 2 to 9 are the forward of the loop, lines 10 to 15 its backward.
         value = inner(_given(train), _given(val), tasks=tasks)
         value = value.mean() if tasks else value
         grads = torch.autograd.grad(value, phi, allow_unused=True)
         if all(grad is None for grad in grads):
-            raise RequirementError(
-                four_part(
-                    "No meta-parameter of the inner loop has an influence on the validation loss.",
-                    "at least one that has.",
-                    "a gradient that reaches nothing updates nothing.",
-                    "innerloop.diagnose(inner, train, val), which says where the path ends.",
-                )
-            )
-        kept = [p.grad for p in phi]
+            raise RequirementError(_NOTHING)
         for param, grad in zip(phi, grads, strict=True):
             param.grad = grad
-        meta_optimizer.step()  # line 16
+        return value.detach()
+
+    kept = [p.grad for p in phi]
+    try:
+        for _ in range(updates):  # line 1
+            with torch.enable_grad():
+                losses.append(evaluated())
+            if isinstance(meta_optimizer, torch.optim.LBFGS):
+                meta_optimizer.step(evaluated)  # type: ignore[arg-type]
+            else:
+                meta_optimizer.step()  # line 16
+    finally:
         for param, grad in zip(phi, kept, strict=True):
             param.grad = grad
-        losses.append(value.detach())
     return losses
 
 
+_NOTHING = four_part(
+    "No meta-parameter of the inner loop has an influence on the validation loss.",
+    "at least one that has.",
+    "a gradient that reaches nothing updates nothing.",
+    "innerloop.diagnose(inner, train, val), which says where the path ends.",
+)
+
+
 def _learned(inner: Any, meta_optimizer: Any, updates: Any) -> list[Tensor]:
+    """The meta-parameters that the meta-optimizer updates, or an error."""
     if not isinstance(updates, int) or isinstance(updates, bool) or updates < 0:
+        raise InnerLoopError(_wrong(f"updates={updates!r}", "a whole number"))
+    if not isinstance(inner, InnerLoop):
+        raise InnerLoopError(_wrong(f"a {type(inner).__name__} as inner", "an InnerLoop"))
+    if not isinstance(meta_optimizer, torch.optim.Optimizer):
+        found = meta_optimizer if isinstance(meta_optimizer, type) else type(meta_optimizer)
         raise InnerLoopError(
-            four_part(
-                f"You gave updates={updates!r}.",
-                "a whole number.",
-                "it counts meta-updates.",
-                "meta_update(inner, train, val, meta_optimizer, updates=1).",
-            )
+            _wrong(f"{found.__name__} as the meta-optimizer", "an instance of a torch.optim class")
         )
     known = {id(p) for p in inner.parameters()}
     phi = [p for group in meta_optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not any(id(p) in known for p in phi):
         raise InnerLoopError(
-            four_part(
-                "You gave a meta-optimizer that has none of the inner loop's parameters.",
-                "an optimizer over meta-parameters.",
-                "it would never update them.",
-                "torch.optim.Adam(inner.parameters(), lr=1e-3).",
-            )
+            _wrong("a meta-optimizer without any parameter of inner", "one over meta-parameters")
         )
     return phi
+
+
+def _wrong(wrote: str, needed: str) -> str:
+    return four_part(
+        f"You gave {wrote} to meta_update.",
+        f"{needed}.",
+        "it updates the parameters of an inner loop by a meta-optimizer, some number of times.",
+        "meta_update(inner, train, val, torch.optim.Adam(inner.parameters()), updates=1).",
+    )
 
 
 def _given(data: Any | Callable[[], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def check_schedule(schedule: Any, optimizer: Any) -> None:
                 f"schedule={type(schedule).__name__}(optimizer, ...) with the same optimizer.",
             )
         )
-    if not scheduled and not callable(schedule):
+    if not scheduled and (isinstance(schedule, type) or not callable(schedule)):
         raise InnerLoopError(
             four_part(
                 f"You gave schedule={schedule!r}.",
@@ -50,8 +50,8 @@ def check_schedule(schedule: Any, optimizer: Any) -> None:
 
 
 def start_values(optimizer: torch.optim.Optimizer, schedule: Any) -> list[dict[str, Any]]:
-    """Each group's settings, a scheduled learning rate as it was before the schedule."""
-    groups = [dict(group) for group in optimizer.param_groups]
+    """Each group's settings as numbers, a scheduled learning rate as before the schedule."""
+    groups = [_numbers(group) for group in optimizer.param_groups]
     if isinstance(schedule, lr_scheduler.LRScheduler):
         for group in groups:
             group["lr"] = group.get("initial_lr", group["lr"])
@@ -59,40 +59,51 @@ def start_values(optimizer: torch.optim.Optimizer, schedule: Any) -> list[dict[s
 
 
 class Factors:
-    """What a schedule does to a group's settings at each step from now on."""
+    """What a schedule does to a group's settings at each step from now on.
 
-    def __init__(self, schedule: Any) -> None:
+    ``base`` are the settings that learned ones started from: they move in proportion.
+    """
+
+    def __init__(self, schedule: Any, base: list[dict[str, Any]]) -> None:
         self.function = None if isinstance(schedule, lr_scheduler.LRScheduler) else schedule
+        self.base = base
         self.rows: list[list[dict[str, Any]]] = []
         if self.function is None:
             self.twin = _twin(schedule)
-            self.base = start_values(schedule.optimizer, schedule)
+            self.moving = {"lr"}
 
-    def apply(self, hyper: dict[str, Any], learned: Mapping[str, Any], time: int) -> dict[str, Any]:
-        """``hyper``, a list over groups for each setting, as the schedule leaves it."""
+    def apply(
+        self, hyper: dict[str, Any], learned: Collection[str], given: Collection[str], time: int
+    ) -> dict[str, Any]:
+        """``hyper``, a list over groups for each setting, as the schedule leaves it.
+
+        ``learned`` started from the base; ``given`` are tensors of the optimizer as they are now.
+        """
         if self.function is not None:
-            factor = self.function(time)
-            if not isinstance(factor, int | float | Tensor) or isinstance(factor, bool):
-                raise InnerLoopError(
-                    four_part(
-                        f"Your schedule returned {factor!r} at step {time}.",
-                        "a number, the factor of the learning rate.",
-                        "it multiplies the rate of every group.",
-                        "schedule=lambda step: 0.9 ** step.",
-                    )
-                )
-            return {**hyper, "lr": [scaled(value, factor) for value in hyper["lr"]]}
-        present = self._row(time)
-        new = dict(hyper)
-        for name in _changing(present, self.base):
-            if name not in hyper:
-                continue
+            return {**hyper, "lr": [scaled(value, self._factor(time)) for value in hyper["lr"]]}
+        present, new = self._row(time), dict(hyper)
+        for name in self.moving & hyper.keys():
             values = [group[name] for group in present]
-            if name in learned:
-                pairs = zip(hyper[name], values, self.base, strict=True)
-                values = [_relative(value, now, base[name]) for value, now, base in pairs]
+            if name in learned or name in given:
+                before = self.base if name in learned else self._row(0)
+                parts = zip(hyper[name], values, before, strict=True)
+                values = [_relative(name, v, now, start[name]) for v, now, start in parts]
             new[name] = values
         return new
+
+    def _factor(self, time: int) -> Any:
+        assert self.function is not None
+        factor = self.function(time)
+        if isinstance(factor, int | float | Tensor) and not isinstance(factor, bool):
+            return factor
+        raise InnerLoopError(
+            four_part(
+                f"Your schedule returned {factor!r} at step {time}.",
+                "a number, the factor of the learning rate.",
+                "it multiplies the rate of every group.",
+                "schedule=lambda step: 0.9 ** step.",
+            )
+        )
 
     def _row(self, time: int) -> list[dict[str, Any]]:
         while len(self.rows) <= time:
@@ -100,31 +111,54 @@ class Factors:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.twin.step()
-            self.rows.append([dict(group) for group in self.twin.optimizer.param_groups])
+            row = [_numbers(group) for group in self.twin.optimizer.param_groups]
+            for group, first in zip(row, self.rows[0] if self.rows else self.base, strict=True):
+                self.moving |= {name for name in first if group.get(name) != first[name]}
+            self.rows.append(row)
         return self.rows[time]
 
 
-def _changing(present: list[dict[str, Any]], base: list[dict[str, Any]]) -> set[str]:
-    return {
-        name
-        for now, before in zip(present, base, strict=True)
-        for name in before
-        if name != "params" and _differs(now[name], before[name])
-    } | {"lr"}
+def rebase(schedule: Any, optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    """Have a scheduler start from other learning rates than those it was built with."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "initial_lr" in group:
+            group["initial_lr"] = rate
+    for one in (schedule, *getattr(schedule, "_schedulers", ())):
+        if hasattr(one, "base_lrs"):
+            one.base_lrs = list(rates)
 
 
-def _differs(a: Any, b: Any) -> bool:
-    return bool(a != b) if not isinstance(a, Tensor) else not torch.equal(a, torch.as_tensor(b))
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in group.items() if name != "params"}
 
 
-def _relative(value: Any, now: Any, base: Any) -> Any:
-    """A learned value moved in proportion, as the schedule moved the one it started from."""
-    if isinstance(now, list | tuple):
-        parts = zip(value, now, base, strict=True)
-        return tuple(_relative(v, n, b) for v, n, b in parts)
-    if float(base) == 0.0:
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.detach().clone()
+    return tuple(map(_number, value)) if isinstance(value, list | tuple) else value
+
+
+def _relative(name: str, value: Any, now: Any, base: Any) -> Any:
+    """A value moved in proportion, as the schedule moved the one it started from."""
+    if isinstance(now, tuple):
+        parts = zip(_components(value, len(now)), now, base, strict=True)
+        return tuple(_relative(name, v, n, b) for v, n, b in parts)
+    if now == base:
         return value
-    return scaled(value, float(now) / float(base))
+    if base == 0:
+        raise InnerLoopError(
+            four_part(
+                f"Your schedule moves {name!r}, which is learned and started from 0.",
+                "a value other than 0 to start from.",
+                "a learned setting moves in proportion to where it started.",
+                f"another {name!r} in the optimizer, or do not learn it.",
+            )
+        )
+    return scaled(value, now / base)
+
+
+def _components(value: Any, count: int) -> Any:
+    return value.unbind() if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
 
 
 def _twin(scheduler: Any) -> Any:

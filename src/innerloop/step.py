@@ -75,10 +75,11 @@ class InnerStep:
         """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""
         return dataclasses.replace(self, proximal=strength)
 
-    def stationarity(self, state: State, meta: Meta, batch: Any) -> dict[str, Tensor]:
-        """The inner gradient: what is zero where training has converged."""
-        run = _Run(self, state, meta, batch)
-        return {name: g for name, g in run.gradients(True).items() if g is not None}
+    def stationarity(self, state: State, meta: Meta, batch: Any) -> list[tuple[Tensor, Tensor]]:
+        """Each weight that moves with its inner gradient, which is zero after convergence."""
+        named = _named(state.params)
+        found = _Run(self, state, meta, batch).gradients(torch.is_grad_enabled())
+        return [(named[name], grad) for name, grad in found.items() if grad is not None]
 
     def linearized(self, state: State, meta: Meta, batch: Any) -> Linearized | None:
         """The step at a point whose tensors are leaves, with its derivative along directions.
@@ -92,7 +93,7 @@ class InnerStep:
     @property
     def roots(self) -> tuple[Any, ...]:
         """Where the names of tensors can be found that the step closes over."""
-        return self.loss, self.grad_transform, self.schedule
+        return self.loss, self.grad_transform, self.schedule, self.rule
 
     def _taken(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         tracked = torch.is_grad_enabled()
@@ -138,12 +139,13 @@ class InnerStep:
 
     @staticmethod
     def _checked(given: Any, present: Mapping[str, Any]) -> Mapping[str, Any]:
-        if isinstance(given, Mapping) and given.keys() == present.keys():
+        alike = isinstance(given, Mapping) and given.keys() == present.keys()
+        if alike and all(g is None or isinstance(g, Tensor) for g in given.values()):
             return given
         raise InnerLoopError(
             four_part(
                 f"Your grad_transform returned {type(given).__name__}.",
-                "a mapping with the names of the gradients it was given.",
+                "a mapping of tensors with the names of the gradients it was given.",
                 "gradients are matched to weights by name.",
                 "return {name: f(g) for name, g in grads.items()}.",
             )
@@ -242,9 +244,9 @@ class _Run:
             out = loss(replica, self.batch)
             found = step.model.buffers_of(replica)
             self.buffers = {name: buffer.detach() for name, buffer in found.items()}
-        if isinstance(out, tuple):
-            return (out[0] if out else None), out  # type: ignore[return-value]
-        return out, out
+        first, *rest = out if isinstance(out, tuple) and out else (out,)
+        value = first.reshape(()) if isinstance(first, Tensor) and first.numel() == 1 else first
+        return value, (value, *rest) if isinstance(out, tuple) else value
 
     def _again(self, named: dict[str, Tensor]) -> None:
         again = _Run(self.step, self.state, self.meta, self.batch)
@@ -300,7 +302,8 @@ class Linearized:
         self._aux = _tree.flatten(run.out)[0]
         moved = [g for g in self._grads if g is not None]
         known = [*self._sources, *self._given, *self._others, *moved]
-        _captured.refuse([run.value, *_only(self._outputs)], known, since, step.roots)
+        shown = [*_only(self._outputs), *_only(self._aux)]
+        _captured.refuse(shown, known, since, step.roots)
         self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])
         self._loss = Pushforward(_only(self._aux), [*self._sources, *self._others])
 

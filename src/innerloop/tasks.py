@@ -16,12 +16,12 @@ def count(train: Sequence[Any], val: Any = None) -> int:
     distinct = {id(batch): batch for batch in (*train, val)}
     leaves = [t for t in _tree.flatten(list(distinct.values()))[0] if isinstance(t, Tensor)]
     sizes = {t.shape[0] if t.dim() else -1 for t in leaves}
-    if len(sizes) == 1 and -1 not in sizes:
+    if len(sizes) == 1 and min(sizes) > 0:
         return sizes.pop()
     raise InnerLoopError(
         four_part(
             f"You called with tasks=True, and the tensors have first axes of {_shown(sizes)}.",
-            "the same number of tasks as the first axis of every tensor.",
+            "the same number of tasks, 1 or more, as the first axis of every tensor.",
             "each task gets its own slice of every tensor.",
             "tensors of shape [tasks, ...] in all batches, or tasks=False.",
         )

@@ -3,12 +3,12 @@
 Forwards, steps are taken without a graph and the schedule says which states to keep. Backwards, a
 step is taken once more from a kept state, with a graph of its own, and the gradient of the state
 after it (B of the paper) is pulled back to the state before it; what falls to the meta-parameters
-(A) is added up. Only one step's activations exist at a time.
+(A) is added up. Only one step's activations exist at a time. With ``ahead``, the last steps, where
+the way down begins, have their graph from the start.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast, Randomness, devices_of, preserved
 from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
-from innerloop.backward._strategy import Step, detached, differentiable, stacked
+from innerloop.backward._segment import Grads, Segment
+from innerloop.backward._strategy import Step, detached, differentiable, fold, stacked
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 
@@ -37,42 +38,60 @@ class Walk:
         meta: Any,
         batches: Sequence[Any],
         schedule: Callable[[], Iterator[Action]],
+        ahead: bool = True,
     ) -> None:
-        self.step, self.batches, self.schedule = step, batches, schedule
-        leaves, spec = _tree.flatten(state)
-        self.start = leaves
-        self.meta, self.meta_spec = _tree.flatten(meta)
-        self.devices = devices_of(leaves)
+        self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
+        self.ahead = ahead
+        self.roots = getattr(step, "roots", (step,))
+        self.start, spec = _tree.flatten(state)
+        self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, _Kept] = {}
         self.outs: list[Any] = []
-        self.marks: list[list[Tensor]] = []
+        self.marks: dict[int, list[Tensor]] = {}
         """A few numbers for each step, by which to see whether it comes out the same again."""
         self.given: dict[int, Tensor] = {}
         """Leaves of batches that require grad."""
         self.versions: list[tuple[Any, int]] = []
         """Tensors of the caller and how often they had been written to."""
-        self._guard((*leaves, *self.meta))
-        own = [detached(leaf) for leaf in leaves]
-        self.constant: dict[int, int] = {}
-        """By id, state leaves that no step replaces, and their positions at the start."""
+        self._guard(_tree.flatten((state, meta))[0])
+        self.own = [detached(leaf) for leaf in self.start]
+        self.original = {id(new): old for new, old in zip(self.own, self.start, strict=True)}
+        """By the id of a state leaf that no step has replaced, the tensor that was given."""
         with torch.no_grad(), self.autocast.restored(), _captured.watching() as watch:
-            final = self._climb(_tree.unflatten(own, spec))
+            final = self._climb(_tree.unflatten(self.own, spec), watch)
         self.final, self.final_spec = _tree.flatten(final)
-        last = {id(leaf) for leaf in self.final}
-        self.constant = {id(leaf): i for i, leaf in enumerate(own) if id(leaf) in last}
         self.outside = watch.tensors
         self._guard(self.outside)
 
     # Up. ----------------------------------------------------------------------------------------
 
-    def _climb(self, state: Any) -> Any:
+    def _climb(self, state: Any, watch: _captured.Watch) -> Any:
         """Keep what the schedule keeps before its first reversal, and go on to the last state."""
         self.first = _Kept(state, Randomness(self.devices))
         action, working, at = self._until_reversal(self.outs)
         self.pending: tuple[Reverse, _Kept] | None = (action, working)
-        advance = Advance(at, len(self.batches))
-        return self._moved(working, at, advance, self.outs)[0].state
+        self.segment: Segment | None = None
+        segment = self._segment(action, working, first=True) if self.ahead else None
+        leaves, nodes = ([], []) if segment is None else segment.strangers()
+        if segment is None or nodes:
+            # Something computed earlier is closed over: without a graph, the step can say what.
+            working.randomness.set()
+            advance = Advance(at, len(self.batches))
+            return self._moved(working, at, advance, self.outs)[0].state
+        watch.found.update((id(leaf), leaf) for leaf in leaves)
+        segment.leaves = list({id(t): t for t in (*segment.leaves, *leaves)}.values())
+        self.segment = segment
+        self.outs += [_tree.map(detached, out) for out in segment.outs]
+        self.marks[action.stop] = _mark(segment.state, segment.outs[-1])
+        caller = segment.unmoved()
+        plain = {id(old): new for new, old in zip(self.own, self.start, strict=True)}
+
+        def own(leaf: Any) -> Any:
+            same = caller.get(id(leaf))
+            return plain.get(id(same), same) if same is not None else detached(leaf)
+
+        return _tree.map(own, segment.state)
 
     def _until_reversal(self, outs: list[Any] | None) -> tuple[Reverse, _Kept, int]:
         self.actions = self.schedule()
@@ -94,30 +113,30 @@ class Walk:
             working, at = self.kept[action.at], action.at
             working.randomness.set()
         elif isinstance(action, Advance):
-            state, meta = working.state, self._meta()
+            state, meta = working.state, _tree.map(detached, self.meta)
             for j in range(action.start, action.stop):
-                state, out = self.step(state, meta, self._batch(j, first=outs is not None))
+                batch = self._batch(j, first=outs is not None)
+                state, out = self.step(state, meta, _tree.map(detached, batch))
                 if outs is not None:
                     outs.append(_tree.map(detached, out))
-                    self.marks.append(_mark(state, out))
+                    self.marks[j + 1] = _mark(state, out)
             working = _Kept(state, Randomness(self.devices, working.randomness))
             at = action.stop
         return working, at
 
-    def _meta(self) -> Any:
-        return _tree.unflatten([detached(leaf) for leaf in self.meta], self.meta_spec)
-
     def _batch(self, j: int, first: bool) -> Any:
         batch = self.batches[j]
-        leaves, spec = _tree.flatten(batch)
         if first:
+            leaves = [t for t in _tree.flatten(batch)[0] if isinstance(t, Tensor)]
             self._guard(leaves)
-        learned = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not learned:
-            return batch
-        if first:
-            self.given.update((id(leaf), leaf) for leaf in learned)
-        return _tree.unflatten([detached(leaf) for leaf in leaves], spec)
+            self.given.update((id(leaf), leaf) for leaf in leaves if leaf.requires_grad)
+        return batch
+
+    def _segment(self, action: Reverse, working: _Kept, first: bool) -> Segment:
+        steps = range(action.start, action.stop)
+        batches = [self._batch(j, first) for j in steps]
+        outside = () if first else self.outside
+        return Segment(self.step, working.state, self.meta, batches, self.original, outside)
 
     def _guard(self, leaves: Sequence[Any]) -> None:
         self.versions += [
@@ -131,37 +150,28 @@ class Walk:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors that the result depends on and that require grad, each once."""
-        tensors = [*self.start, *self.meta, *self.given.values(), *self.outside]
+        named = _tree.flatten(self.meta)[0]
+        tensors = [*self.start, *named, *self.given.values(), *self.outside]
         found = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         return list({id(t): t for t in found}.values())
 
     def result(self) -> tuple[Any, Any]:
         """The final state and the stacked outputs, connected to the inputs."""
-        outs = stacked(self.outs)
-        out_leaves, out_spec = _tree.flatten(outs)
-        leaves = [self._original(leaf) for leaf in self.final]
+        outs, out_spec = _tree.flatten(stacked(self.outs))
+        leaves = [self.original.get(id(leaf), leaf) for leaf in self.final]
         inputs = self.inputs
-        moved = [i for i, t in enumerate(self.final) if self._varies(t)]
-        shown = [i for i, t in enumerate(out_leaves) if differentiable(t)]
-        if inputs and (moved or shown):
-            self.moved, self.shown = moved, shown
-            values = [leaves[i] for i in moved] + [out_leaves[i] for i in shown]
+        self.moved = [
+            i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in self.original
+        ]
+        shown = [i for i, t in enumerate(outs) if differentiable(t)]
+        if inputs and (self.moved or shown):
+            values = [leaves[i] for i in self.moved] + [outs[i] for i in shown]
             connected = _Connect.apply(self, values, *inputs)
-            for i, tensor in zip(moved, connected, strict=False):
+            for i, tensor in zip(self.moved, connected, strict=False):
                 leaves[i] = tensor
-            for i, tensor in zip(shown, connected[len(moved) :], strict=True):
-                out_leaves[i] = tensor
-        return (
-            _tree.unflatten(leaves, self.final_spec),
-            _tree.unflatten(out_leaves, out_spec),
-        )
-
-    def _original(self, leaf: Any) -> Any:
-        position = self.constant.get(id(leaf))
-        return leaf if position is None else self.start[position]
-
-    def _varies(self, leaf: Any) -> bool:
-        return differentiable(leaf) and id(leaf) not in self.constant
+            for i, tensor in zip(shown, connected[len(self.moved) :], strict=True):
+                outs[i] = tensor
+        return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
     # Down. --------------------------------------------------------------------------------------
 
@@ -169,21 +179,18 @@ class Walk:
         """The gradients of the inputs, given those of the connected results."""
         self._check_versions()
         self.sums: dict[int, Tensor] = {}
-        above: list[Tensor | None] = [None] * len(self.final)
+        self.changed: list[Tensor] = []
+        above: Grads = [None] * len(self.final)
         for i, grad in zip(self.moved, grads, strict=False):
             above[i] = grad
-        by_step = self._by_step(grads[len(self.moved) :])
-        self.changed: list[Tensor] = []
+        shown = grads[len(self.moved) :]
         with preserved(self.devices), self.autocast.restored():
             for action, working in self._descent():
-                above = self._reversed(action, working, above, by_step)
+                above = self._reversed(action, working, above, shown)
         # Not to be held as long as somebody holds the loss.
         self.kept.clear()
         if any(map(bool, self.changed)):
             raise RequirementError(_NOT_THE_SAME)
-        for leaf, grad in zip(self.start, above, strict=True):
-            if grad is not None and leaf.requires_grad:
-                self._add(leaf, grad)
         return [self.sums.get(id(t)) for t in self.inputs]
 
     def _descent(self) -> Iterator[tuple[Reverse, _Kept]]:
@@ -197,88 +204,33 @@ class Walk:
         self.pending = None
         yield action, working
         del working
-        at, current = -1, None
+        at, current = -1, self.first
         for action in self.actions:
             if isinstance(action, Reverse):
-                assert current is not None
                 yield action, current
-                current = None
             else:
                 with torch.no_grad():
-                    current, at = self._moved(current, at, action, None)  # type: ignore[arg-type]
+                    current, at = self._moved(current, at, action, None)
 
     def _reversed(
-        self,
-        action: Reverse,
-        working: _Kept,
-        above: list[Tensor | None],
-        by_step: Callable[[int], list[Tensor | None]],
-    ) -> list[Tensor | None]:
-        """B before the steps, out of B after them; adds to the sums of everything else (A)."""
-        working.randomness.set()
-        local = _Local()
-        leaves, spec = _tree.flatten(working.state)
-        wanted = [self._wanted(i, leaf, action.start) for i, leaf in enumerate(leaves)]
-        below = [local.of(leaf) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
-        for i, leaf in enumerate(leaves):
-            position = self.constant.get(id(leaf))
-            if position is not None and isinstance(self.start[position], Tensor):
-                below[i] = local.for_input(self.start[position])
-        meta = _tree.unflatten([local.for_input(leaf) for leaf in self.meta], self.meta_spec)
-        earlier = [t for t in self.outside if t.grad_fn is not None]
-        leaves_outside = [t for t in self.outside if t.grad_fn is None]
-        others = {id(t): local.for_input(t) for t in earlier}
-        since = _captured.sequence_number()
-        state, outs = _tree.unflatten(below, spec), []
-        with torch.enable_grad(), _captured.exchanged(others) if others else _nothing():
-            for j in range(action.start, action.stop):
-                state, out = self.step(state, meta, self._local_batch(j, local))
-                outs.append(out)
-        outputs, cotangents = _paired(_tree.flatten(state)[0], above)
-        for j, out in zip(range(action.start, action.stop), outs, strict=True):
-            more = _paired([t for t in _tree.flatten(out)[0] if differentiable(t)], by_step(j))
-            outputs, cotangents = outputs + more[0], cotangents + more[1]
-        again = zip(_mark(state, outs[-1]), self.marks[action.stop - 1], strict=True)
-        self.changed += [_differs(new, old) for new, old in again]
-        known = [*local.tensors, *leaves_outside]
-        self._refuse_strangers(outputs, known, since)
-        sources = [b for b, w in zip(below, wanted, strict=True) if w]
-        targets = [*sources, *local.inputs.values(), *leaves_outside]
-        found: Sequence[Tensor | None] = [None] * len(targets)
-        if outputs and targets:
-            found = torch.autograd.grad(outputs, targets, cotangents, allow_unused=True)
-        rest = iter(found)
-        new_above = [next(rest) if w else None for w in wanted]
-        for key in local.inputs:
-            self._add_by_id(key, next(rest))
-        for leaf in leaves_outside:
-            self._add(leaf, next(rest))
-        return new_above
+        self, action: Reverse, working: _Kept, above: Grads, shown: Sequence[Tensor | None]
+    ) -> Grads:
+        """B before the steps, out of B after them."""
+        segment, self.segment = self.segment, None
+        if segment is None:
+            working.randomness.set()
+            segment = self._segment(action, working, first=False)
+            again = zip(
+                _mark(segment.state, segment.outs[-1]), self.marks[action.stop], strict=True
+            )
+            self.changed += [_differs(new, old) for new, old in again]
+        steps = range(action.start, action.stop)
+        outs = [[None if g is None else g[j] for g in shown] for j in steps]
+        return segment.pulled(above, outs, self.roots, self._add)
 
-    def _wanted(self, i: int, leaf: Any, at: int) -> bool:
-        """Whether the gradient of a state leaf before step ``at`` is needed."""
-        if not self._varies(leaf):
-            return False
-        return at > 0 or self.start[i].requires_grad
-
-    def _local_batch(self, j: int, local: _Local) -> Any:
-        batch = self.batches[j]
-        if not self.given:
-            return batch
-        leaves, spec = _tree.flatten(batch)
-        return _tree.unflatten([local.for_input(leaf) for leaf in leaves], spec)
-
-    def _by_step(self, grads: Sequence[Tensor | None]) -> Callable[[int], list[Tensor | None]]:
-        return lambda j: [None if g is None else g[j] for g in grads]
-
-    def _add_by_id(self, key: int, grad: Tensor | None) -> None:
-        if grad is not None:
-            self.sums[key] = self.sums[key] + grad if key in self.sums else grad
-
-    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
-        self._add_by_id(id(leaf), grad)
-
-    # Checks. ------------------------------------------------------------------------------------
+    def _add(self, tensor: Tensor, grad: Tensor) -> None:
+        known = self.sums.get(id(tensor))
+        self.sums[id(tensor)] = grad if known is None else known + grad
 
     def _check_versions(self) -> None:
         for tensor, version in self.versions:
@@ -293,10 +245,6 @@ class Walk:
                         ".clone() of what is overwritten.",
                     )
                 )
-
-    def _refuse_strangers(self, outputs: list[Tensor], known: list[Tensor], since: int) -> None:
-        roots = getattr(self.step, "roots", (self.step,))
-        _captured.refuse(outputs, known, since, roots)
 
 
 def _mark(state: Any, out: Any) -> list[Tensor]:
@@ -322,42 +270,6 @@ _NOT_THE_SAME = four_part(
     "torch's random functions (which are replayed) instead of random or numpy, batches that are "
     "the same whenever they are indexed, or backward=Tape().",
 )
-
-
-class _Local:
-    """Stand-ins for tensors in the graph of one reversal: same values, no history."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.inputs: dict[int, Tensor] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        new = tensor.detach().requires_grad_()
-        self.tensors.append(new)
-        return new
-
-    def for_input(self, leaf: Any) -> Any:
-        """The stand-in of an input, one for each; other leaves as they are."""
-        if not (isinstance(leaf, Tensor) and leaf.requires_grad):
-            return leaf
-        if id(leaf) not in self.inputs:
-            self.inputs[id(leaf)] = self.of(leaf)
-        return self.inputs[id(leaf)]
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _paired(
-    tensors: Sequence[Any], grads: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [
-        (tensor, grad)
-        for tensor, grad in zip(tensors, grads, strict=True)
-        if grad is not None and tensor.requires_grad
-    ]
-    return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
 
 
 class _Connect(torch.autograd.Function):
@@ -395,6 +307,10 @@ def walk(
     meta: Any,
     batches: Sequence[Any],
     schedule: Callable[[], Iterator[Action]],
+    ahead: bool,
 ) -> tuple[Any, Any]:
     """Fold ``step`` over the batches; the backward follows ``schedule``."""
-    return Walk(step, state, meta, batches, schedule).result()
+    if not len(batches) or not torch.is_grad_enabled():
+        state, outs = fold(step, state, meta, batches)
+        return state, stacked(outs)
+    return Walk(step, state, meta, batches, schedule, ahead).result()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from innerloop.backward._schedules import binomial
-from innerloop.backward._strategy import Backward, Step, fold, stacked
+from innerloop.backward._strategy import Backward, Step
 from innerloop.backward._walk import walk
 from innerloop.backward.remat import check_count
 
@@ -29,12 +27,15 @@ class Binomial(Backward):
 
     slots: int = 8
 
+    _ahead: bool = field(default=True, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         check_count("Binomial", "slots", self.slots)
 
+    def for_tasks(self, count: int) -> Backward:
+        # One step's graph ahead saves its recomputation, but would be held by every task at once.
+        return replace(self, _ahead=count == 1)
+
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        if not len(batches) or not torch.is_grad_enabled():
-            state, outs = fold(step, state, meta, batches)
-            return state, stacked(outs)
         schedule = functools.partial(binomial, len(batches), self.slots)
-        return walk(step, state, meta, batches, schedule)
+        return walk(step, state, meta, batches, schedule, self._ahead)

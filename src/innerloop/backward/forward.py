@@ -66,8 +66,8 @@ class _Run:
         meta_tangents = [[self._unit(t, i, e) for t in self.meta] for i, e in units]
         tangents = [[self._unit(t, i, e) for t in self.start] for i, e in units]
         state = _tree.map(detached, state)
-        self.outs: list[Any] = []
-        out_tangents: list[list[Tangent]] = [[] for _ in units]
+        outs = _Record(len(batches))
+        out_tangents = [_Record(len(batches)) for _ in units]
         for j in range(len(batches)):
             local, leaves = _as_leaves(_tree.flatten(state), tangents)
             given, meta_leaves = _as_leaves((self.meta, self.meta_spec), meta_tangents)
@@ -78,12 +78,14 @@ class _Run:
                 along += zip(meta_leaves, meta_tangents[p], strict=True)
                 known = {id(leaf): t for leaf, t in along if t is not None}
                 tangents[p], out = point.push(known)
-                out_tangents[p].append(out)
+                out_tangents[p].write(j, out)
             state = _tree.map(_cut, point.state)
-            self.outs.append(_tree.map(detached, point.out))
+            shown, self.out_spec = _tree.flatten(_tree.map(detached, point.out))
+            outs.write(j, shown)
             del point
         self.final, self.spec = _tree.flatten(state)
-        self.tangents, self.out_tangents = tangents, out_tangents
+        self.outs, self.tangents = outs.columns, tangents
+        self.out_tangents = [record.columns for record in out_tangents]
 
     def _unit(self, leaf: Any, which: int, element: int) -> Tensor | None:
         if leaf is not self.inputs[which]:
@@ -93,11 +95,11 @@ class _Run:
         return unit
 
     def result(self) -> tuple[Any, Any]:
-        outs, out_spec = _tree.flatten(stacked(self.outs))
+        outs = [self.outs.get(i) for i in range(self.out_spec.num_leaves)]
         moved = [i for i, t in enumerate(self.final) if differentiable(t)]
         shown = [i for i, t in enumerate(outs) if differentiable(t)]
         columns = [
-            [self.tangents[p][i] for i in moved] + [_along(self.out_tangents[p], i) for i in shown]
+            [self.tangents[p][i] for i in moved] + [self.out_tangents[p].get(i) for i in shown]
             for p in range(len(self.tangents))
         ]
         values = [self.final[i] for i in moved] + [outs[i] for i in shown]
@@ -106,16 +108,27 @@ class _Run:
             self.final[i] = tensor
         for i, tensor in zip(shown, connected[len(moved) :], strict=True):
             outs[i] = tensor
-        return _tree.unflatten(self.final, self.spec), _tree.unflatten(outs, out_spec)
+        return _tree.unflatten(self.final, self.spec), _tree.unflatten(outs, self.out_spec)
 
 
-def _along(rows: list[Tangent], i: int) -> Tensor | None:
-    """The tangents of one output at all steps, stacked."""
-    column = [row[i] for row in rows]
-    like = next((t for t in column if t is not None), None)
-    if like is None:
-        return None
-    return torch.stack([torch.zeros_like(like) if t is None else t for t in column])
+class _Record:
+    """Values of all steps, written into one tensor for each; long runs make many of them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.columns: dict[int, Any] = {}
+
+    def write(self, j: int, values: Sequence[Any]) -> None:
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                column = self.columns.setdefault(i, value.new_zeros([self.steps, *value.shape]))
+                if isinstance(column, Tensor) and column.shape[1:] == value.shape:
+                    column[j] = value
+                    continue
+                # Outputs of different shapes: a list, as other strategies give.
+                self.columns[i] = list(column[:j])
+            if value is not None:
+                self.columns.setdefault(i, []).append(value)
 
 
 def _as_leaves(flat: Any, tangents: Sequence[Tangent]) -> tuple[Any, list[Any]]:

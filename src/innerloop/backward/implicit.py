@@ -129,7 +129,8 @@ class _Run:
         self.devices, self.autocast = devices, Autocast(devices)
         with torch.no_grad(), _captured.watching() as watch:
             plain, plain_meta = _tree.map(detached, (state, meta))
-            final, self.outs = fold(step, plain, plain_meta, batches)
+            fed = [_tree.map(detached, batches[j]) for j in range(len(batches))]
+            final, self.outs = fold(step, plain, plain_meta, fed)
             self.randomness = Randomness(devices)
         if watch.tensors:
             roots = getattr(step, "roots", (step,))
@@ -150,37 +151,45 @@ class _Run:
 
     def result(self) -> tuple[Any, Any]:
         inputs = {id(t): t for t in self.meta if isinstance(t, Tensor) and t.requires_grad}
+        for leaf in _tree.flatten(self.batches)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                inputs[id(leaf)] = leaf
         self.inputs = list(inputs.values())
         self.places = self._places()
         leaves = list(self.final)
+        outs, out_spec = _tree.flatten(stacked(self.outs))
+        shown = [i for i, t in enumerate(outs) if differentiable(t)]
         if self.inputs and self.places:
             self._check_stationary()
-            values = [leaves[i] for i in self.places]
-            for i, t in zip(self.places, _Solve.apply(self, values, *self.inputs), strict=True):
+            values = [leaves[i] for i in self.places] + [outs[i] for i in shown]
+            connected = _Solve.apply(self, values, *self.inputs)
+            for i, t in zip(self.places, connected, strict=False):
                 leaves[i] = t
-        return _tree.unflatten(leaves, self.final_spec), stacked(self.outs)
+            for i, t in zip(shown, connected[len(self.places) :], strict=True):
+                outs[i] = t
+        return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
     def _places(self) -> list[int]:
         """Where the unknowns of the equation are among the leaves of the last state."""
-        numbered = _tree.unflatten(list(range(len(self.final))), self.final_spec)
         if not self.own:
             return [i for i, t in enumerate(self.final) if differentiable(t)]
-        with torch.no_grad():
-            state, meta = self._at(self.final), _tree.unflatten(self.meta, self.meta_spec)
-            with preserved(self.devices):
-                moved = self.step.stationarity(state, meta, self.batches[0])
-        return [place for name, place in numbered.params.items() if name in moved]
+        with torch.no_grad(), preserved(self.devices):
+            meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
+            batch = _tree.map(detached, self.batches[0])
+            found = self.step.stationarity(self._at(self.final), meta, batch)
+        moved = {id(leaf) for leaf, _ in found}
+        return [i for i, leaf in enumerate(self.final) if id(leaf) in moved]
 
     def _at(self, leaves: list[Any]) -> Any:
         return _tree.unflatten(leaves, self.final_spec)
 
-    def residual(self, leaves: list[Any], meta: Any) -> list[Tensor]:
+    def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
         """What is zero at the last state, averaged over the distinct batches."""
-        state, total = self._at(leaves), []
-        for batch in self.batches:
+        leaves, total = _tree.flatten(state)[0], []
+        for batch in batches:
             self.randomness.set()
             if self.own:
-                found = list(self.step.stationarity(state, meta, batch).values())
+                found = [grad for _, grad in self.step.stationarity(state, meta, batch)]
             else:
                 new = _tree.flatten(self.step(state, meta, batch)[0])[0]
                 found = [leaves[i] - new[i] for i in self.places]
@@ -190,8 +199,10 @@ class _Run:
     def _check_stationary(self) -> None:
         with torch.no_grad(), preserved(self.devices):
             meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
-            end = _norm(self.residual(self.final, meta))
-            begin = _norm(self.residual([detached(t) for t in self.start], meta))
+            batches = [_tree.map(detached, batch) for batch in self.batches]
+            start = _tree.unflatten([detached(t) for t in self.start], self.spec)
+            end = _norm(self.residual(self._at(self.final), meta, batches))
+            begin = _norm(self.residual(start, meta, batches))
         if end > self.how.stationary * begin:
             warnings.warn(
                 four_part(
@@ -204,14 +215,26 @@ class _Run:
             )
 
     def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs, given those of the converged weights."""
+        if any(g is not None for g in grads[len(self.places) :]):
+            raise RequirementError(
+                four_part(
+                    "You differentiate outputs of the steps (losses on the way) with Implicit().",
+                    "a function of the final state only.",
+                    "what happened on the way is not determined by where training ended.",
+                    "another strategy, or .detach() the outputs.",
+                )
+            )
+        grads = grads[: len(self.places)]
         leaves = list(self.final)
         for i in self.places:
             leaves[i] = leaves[i].detach().requires_grad_()
         unknown = [leaves[i] for i in self.places]
         given = {id(t): t.detach().requires_grad_() for t in self.inputs}
         meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
+        batches = _tree.map(lambda t: given.get(id(t), t), self.batches)
         with preserved(self.devices), self.autocast.restored(), torch.enable_grad():
-            equation = self.residual(leaves, meta)
+            equation = self.residual(self._at(leaves), meta, batches)
         b = torch.cat(
             [
                 (torch.zeros_like(u) if g is None else g).reshape(-1)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from innerloop.backward._schedules import every
-from innerloop.backward._strategy import Backward, Step, fold, stacked
+from innerloop.backward._strategy import Backward, Step
 from innerloop.backward._walk import walk
 from innerloop.errors import InnerLoopError, four_part
 
@@ -29,15 +27,18 @@ class Remat(Backward):
 
     every: int = 1
 
+    _ahead: bool = field(default=True, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         check_count("Remat", "every", self.every)
 
+    def for_tasks(self, count: int) -> Backward:
+        # One step's graph ahead saves its recomputation, but would be held by every task at once.
+        return replace(self, _ahead=count == 1)
+
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        if not len(batches) or not torch.is_grad_enabled():
-            state, outs = fold(step, state, meta, batches)
-            return state, stacked(outs)
         schedule = functools.partial(every, len(batches), self.every)
-        return walk(step, state, meta, batches, schedule)
+        return walk(step, state, meta, batches, schedule, self._ahead)
 
 
 def check_count(owner: str, name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class Truncated(Backward):
                     "Truncated(20, within=innerloop.Remat()).",
                 )
             )
+
+    def for_tasks(self, count: int) -> Backward:
+        return replace(self, within=self.within.for_tasks(count))
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         before = max(len(batches) - self.k, 0)

@@ -19,10 +19,14 @@ from innerloop.optim._family import Family, Slots
 from innerloop.optim._settings import Group
 
 
+class Members(tuple[int, ...]):
+    """Positions of parameters. Not a plain tuple, so that nested containers end at it."""
+
+
 class Block(NamedTuple):
     """The state of some parameters: their positions, and named tensors packed as they are."""
 
-    members: tuple[int, ...]
+    members: Members
     slots: Slots
 
 
@@ -169,7 +173,7 @@ def divide(
 
     def part(members: list[int]) -> Block:
         slots = pack_slots(family, [each[m] for m in members], [params[m] for m in members])
-        return Block(tuple(members), slots)
+        return Block(Members(members), slots)
 
     return part(moving), part(resting)
 

@@ -13,6 +13,7 @@ from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.optim._blocks import (
     Block,
+    Members,
     OptState,
     as_slot,
     divide,
@@ -87,7 +88,7 @@ class Rule:
             each = [found[i] for i in owners]
             share_equal_scalars(self.family, each)
             slots = pack_slots(self.family, each, [leaves[i] for i in owners])
-            state.append(Block(tuple(members), slots))
+            state.append(Block(Members(members), slots))
         return tuple(state)
 
     def update(

@@ -1,0 +1,257 @@
+"""``diagnose``: run an inner loop in every way that tells something about its gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import tasks as _tasks
+from innerloop.diagnose.difference import Noise, compared
+from innerloop.diagnose.judge import Evidence, Judge
+from innerloop.diagnose.layers import replaced_layers
+from innerloop.diagnose.measure import as_leaves, measured, replica
+from innerloop.diagnose.meta_parameters import MetaParameter, meta_parameters
+from innerloop.diagnose.notes import notes
+from innerloop.diagnose.report import Difference, Finding, Report
+from innerloop.diagnose.steps import look_at_steps
+from innerloop.diagnose.traced import Traced
+from innerloop.diagnose.untouched import Untouched
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.functional import functional
+from innerloop.inner_loop import InnerLoop
+from innerloop.unroll import as_batches
+
+
+def diagnose(
+    inner: InnerLoop, train: Any, val: Any, *, tasks: bool = False, checks: int = 64
+) -> Report:
+    """Say which meta-parameters a gradient reaches, whether it is right, and what is in its way.
+
+    The loop is run as it is, and again with every step looked at, once under a tracer that notes
+    where values leave the graph, and some times more for finite differences, with the same random
+    numbers each time. The model, the optimizer, their gradients, the batches and the random state
+    are left as they were. Errors in the loop do not raise; they are findings of the report.
+
+    Args:
+        inner: the inner loop.
+        train: one batch for each step, as for ``inner(train, val)``.
+        val: what L_val is measured on.
+        tasks: whether every tensor has a leading task axis; the first task is looked at then.
+        checks: how many finite differences there may be. If there are more meta-parameters, those
+            of the same part are moved together.
+
+    >>> torch.set_default_dtype(torch.float64)
+    >>> model = torch.nn.Linear(1, 1)
+    >>> def loss(model, x):
+    ...     return (model(x).detach() - 1).square().mean()
+    >>> inner = InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    >>> x = torch.ones(4, 1)
+    >>> report = diagnose(inner, [x] * 3, x)
+    >>> report.healthy, report["model.weight"].reached
+    (False, False)
+    >>> print(report.findings[0].write)
+    the same without .detach(); keep it for what is only logged.
+    >>> torch.set_default_dtype(torch.float32)
+    """
+    if not isinstance(inner, InnerLoop):
+        raise InnerLoopError(
+            four_part(
+                f"You gave a {type(inner).__name__} to diagnose.",
+                "an innerloop.InnerLoop.",
+                "it has the three parts that are looked at.",
+                "diagnose(InnerLoop(model, optimizer, loss), train, val).",
+            )
+        )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        diagnosis = _Diagnosis(inner, train, val, tasks)
+        try:
+            return diagnosis.report(checks, warned)
+        finally:
+            diagnosis.untouched.restore()
+
+
+class _Diagnosis:
+    """One inner loop with its data, run again and again from the same point."""
+
+    def __init__(self, inner: InnerLoop, train: Any, val: Any, tasks: bool) -> None:
+        self.inner = inner
+        self.untouched = Untouched(inner, (train if isinstance(train, list | tuple) else (), val))
+        self.phi: list[MetaParameter] = []
+        self.batches: Sequence[Any] = ()
+        self.val = val
+        _, self.failure = self.untouched.attempt(lambda: self._given(train, val, tasks))
+
+    def _given(self, train: Any, val: Any, tasks: bool) -> None:
+        self.phi = meta_parameters(self.inner)
+        batches = as_batches(train)
+        if tasks:
+            _tasks.count(batches, val)
+            batches, self.val = _tasks.of_task(batches, 0), _tasks.sliced(val, 0)
+        self.batches = batches
+
+    def report(self, checks: int, warned: list[Any]) -> Report:
+        attempt = self.untouched.attempt
+        traced = Traced(self.inner, self.phi)
+        evidence = Evidence(self.inner, len(self.batches), traced, failure=self.failure)
+        value, losses, unseen = None, (), None
+        if self.failure is None:
+            evidence.grads, evidence.failure = attempt(self._gradients)
+            evidence.looked, unseen = attempt(self._look)
+            if len(self.batches):
+                attempt(lambda: traced.run_step(self.batches))
+            attempt(lambda: self._trace_val(traced))
+            value, losses, repeats = self._values(traced)
+            evidence.differences = self._differences(evidence, repeats, checks)
+        judge = Judge(evidence)
+        rows = tuple(judge.row(p) for p in self.phi)
+        if evidence.failure is not None and not rows:
+            judge.add(judge.failed(evidence.failure))
+        changed = self.untouched.changed
+        more, _ = attempt(lambda: list(notes(evidence, rows, judge.findings, changed, warned)))
+        for finding in more or ():
+            judge.add(finding)
+        if len(rows) > checks:
+            text = "Finite differences move the parameters of each part together; "
+            judge.add(Finding("note", f"{text}checks={len(rows)} moves each by itself."))
+        if unseen is not None and evidence.grads is not None:
+            judge.add(Finding("note", f"Norms by step are missing: {unseen.message}"))
+        looked = evidence.looked
+        return Report(
+            rows,
+            tuple(sorted(judge.findings, key=lambda f: f.kind == "note")),
+            str(self.inner.backward),
+            len(self.batches),
+            value,
+            looked.losses if looked is not None else losses,
+            () if looked is None else looked.grad_norms,
+            () if looked is None else looked.b_norms,
+            replaced_layers(self.inner.model, traced.step.calls),
+            self._memory(),
+        )
+
+    # The runs. ----------------------------------------------------------------------------------
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        with torch.enable_grad():
+            value = self.inner(self.batches, self.val)
+            if not self.phi:
+                return {}
+            grads = torch.autograd.grad(value, [p.tensor for p in self.phi], allow_unused=True)
+        return {p.name: g for p, g in zip(self.phi, grads, strict=True)}
+
+    def _look(self) -> Any:
+        with torch.enable_grad():
+            return look_at_steps(self.inner, self.phi, self.batches, self.val)
+
+    def _trace_val(self, traced: Traced) -> None:
+        with torch.no_grad():
+            adapted = self.inner.adapt(self.batches)
+        traced.run_val(adapted.state, self.val)
+
+    def _evaluated(self) -> tuple[float, float]:
+        """L_val, and the rounding of its dtype."""
+        with torch.no_grad():
+            state = self.inner.adapt(self.batches).state
+        template = functional(self.inner.model).template()
+        # Leaves, and gradients on: a validation loss may take gradients itself.
+        module = replica(template, state, as_leaves(template, state.params))
+        with torch.enable_grad():
+            value = torch.as_tensor(measured(self.inner, module, self.val)).detach()
+        return float(value), torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+
+    def _values(
+        self, traced: Traced
+    ) -> tuple[float | None, tuple[float, ...], tuple[Noise | None, str]]:
+        """L_val, the training losses, and how well L_val repeats."""
+        attempt = self.untouched.attempt
+        losses, _ = attempt(self._losses)
+        first, failure = attempt(self._evaluated)
+        second, _ = attempt(self._evaluated)
+        if first is None or second is None:
+            why = "L_val could not be computed" if failure is None else f"{failure.kind} was raised"
+            return None, losses or (), (None, why)
+        value, eps = first
+        eps = max(eps, *(torch.finfo(dtype).eps for dtype in self._dtypes(traced)))
+        spread = abs(second[0] - value)
+        if not math.isfinite(value):
+            return value, losses or (), (None, "L_val is not finite")
+        if spread > 1e4 * eps * abs(value):
+            why = (
+                f"L_val does not repeat ({value:.6g}, then {second[0]:.6g}): it depends on random "
+                "numbers that are not torch's, numpy's or Python's, or on something it changes"
+            )
+            return value, losses or (), (None, why)
+        return value, losses or (), (Noise(value, eps, spread), "")
+
+    def _dtypes(self, traced: Traced) -> list[torch.dtype]:
+        """In what L_val is computed: the weights, and casts that were seen."""
+        weights = [p.dtype for p in self.inner.model.parameters() if p.is_floating_point()]
+        casts = [dtype for dtype, _ in (*traced.step.lowered, *traced.val.lowered)]
+        return [torch.float64, *weights, *casts]
+
+    def _losses(self) -> tuple[float, ...]:
+        with torch.no_grad():
+            return tuple(self.inner.adapt(self.batches).losses.double().reshape(-1).tolist())
+
+    def _differences(
+        self,
+        evidence: Evidence,
+        repeats: tuple[Noise | None, str],
+        checks: int,
+    ) -> dict[str, Difference]:
+        noise, why = repeats
+        if noise is None:
+            return {p.name: Difference("not judged", why=why) for p in self.phi}
+        found: dict[str, Difference] = {}
+        for seed, group in enumerate(_grouped(self.phi, checks)):
+            moved = [p.tensor for p in group]
+            grads = [None if evidence.grads is None else evidence.grads[p.name] for p in group]
+
+            def again(moved: list[Tensor] = moved) -> float:
+                self.untouched.restore(moved)
+                try:
+                    return self._evaluated()[0]
+                except Exception:
+                    # Moved out of its range, as a beta above 1. A smaller width may do.
+                    return math.nan
+
+            result, failure = self.untouched.attempt(
+                functools.partial(compared, again, noise, moved, grads, seed)
+            )
+            if failure is not None:
+                result = Difference("not judged", why=f"{failure.kind}: {failure.message}")
+            elif len(group) > 1:
+                result = result._replace(why=f"together with {len(group) - 1} others")
+            found.update({p.name: result for p in group})
+        return found
+
+    def _memory(self) -> Any:
+        try:
+            from innerloop.backward.auto import forecast  # type: ignore[import-not-found]
+        except ImportError:
+            return None
+        if not len(self.batches):
+            return None
+
+        def run() -> Any:
+            made = self.inner.prepared(len(self.batches))
+            return forecast(made.step, made.state, made.meta, self.batches[0], len(self.batches))
+
+        return self.untouched.attempt(run)[0]
+
+
+def _grouped(phi: Sequence[MetaParameter], checks: int) -> list[list[MetaParameter]]:
+    """What is moved together: each by itself, or each part if that would be too many."""
+    if len(phi) <= checks:
+        return [[p] for p in phi]
+    parts: dict[str, list[MetaParameter]] = {}
+    for p in phi:
+        parts.setdefault(p.part, []).append(p)
+    return list(parts.values())

@@ -1,0 +1,33 @@
+"""L_val at given weights, as a leaf of its own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from innerloop.functional import Template
+from innerloop.inner_loop import InnerLoop
+from innerloop.step import State
+
+
+def as_leaves(template: Template, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights without what led to them; those that are not frozen can be differentiated by."""
+    own = template.params
+    return {
+        name: p.detach().requires_grad_() if own[name].requires_grad else p.detach()
+        for name, p in params.items()
+    }
+
+
+def replica(template: Template, state: State, params: Mapping[str, Tensor]) -> nn.Module:
+    """The model with these weights, and with the buffers that training left."""
+    return template.bind(params, {name: b.detach() for name, b in state.buffers.items()})
+
+
+def measured(inner: InnerLoop, module: nn.Module, val: Any) -> Any:
+    """What the validation loss returns, without what it returns besides."""
+    measure = inner.loss if inner.val_loss is None else inner.val_loss
+    out = measure(module, val)
+    return out[0] if isinstance(out, tuple) and out else out

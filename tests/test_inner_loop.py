@@ -1,0 +1,1340 @@
+"""`InnerLoop` as its users see it: what a call computes, what it reads, what it is as a module.
+
+Values are held to plain torch training, gradients to the paper's loop by hand and to differences.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.nn.utils import parametrizations
+
+import innerloop as il
+from references import (
+    Adam,
+    Net,
+    Sgd,
+    assert_close,
+    assert_derivative,
+    batches,
+    by_hand,
+    called,
+    plain,
+    squares,
+)
+from test_errors import assert_four_parts, refuses
+
+STEPS = 3
+REVERSE = [il.Tape(), il.Remat(), il.Remat(every=2), il.Binomial(1), il.Truncated(9, il.Remat())]
+ONE_OF_EACH = [il.Tape(), il.Remat(), il.Binomial(1)]
+
+
+def momentum(params):
+    return optim.SGD(params, lr=0.1, momentum=0.8, weight_decay=0.01)
+
+
+def adam(params):
+    return optim.Adam(params, lr=0.05, betas=(0.8, 0.9))
+
+
+MAKERS = [momentum, adam]
+
+
+def built(model=None, make=momentum, loss=squares, learn=("init", "lr"), **options):
+    """A loop over a small model, batches to train on and one to measure with."""
+    model = Net() if model is None else model
+    inner = il.InnerLoop(model, make(model.parameters()), loss, learn=learn, **options)
+    *train, val = batches(STEPS + 1)
+    return inner, train, val
+
+
+def gradients(value, inner):
+    return torch.autograd.grad(value, list(inner.parameters()), materialize_grads=True)
+
+
+def trained_plainly(inner, train, loss=squares):
+    """Copies of the loop's model and optimizer after plain training."""
+    model, optimizer = copy.deepcopy((inner.model, inner.optimizer))
+    plain(model, optimizer, loss, train)
+    return model, optimizer
+
+
+# What a call computes. ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_call_is_the_papers_loop(make, first_order):
+    inner, train, val = built(make=make, first_order=first_order)
+    model, lr = inner.model, torch.tensor([0.1 if make is momentum else 0.05], requires_grad=True)
+    rule = Sgd(lr, 0.8, 0.01) if make is momentum else Adam(lr, (0.8, 0.9))
+    found = by_hand(
+        dict(model.named_parameters()),
+        lambda own, batch: squares(called(model, own), batch),
+        train,
+        lambda step, name: rule,
+        first_order=first_order,
+    )
+    expected = squares(called(model, found), val)
+    value = inner(train, val)
+    assert value.shape == ()
+    assert_close([value], [expected])
+    assert_close(
+        gradients(value, inner),
+        torch.autograd.grad(expected, [*model.parameters(), lr]),
+        1e-11,
+    )
+    if not first_order:
+        assert_derivative(lambda: inner(train, val), inner.parameters(), directions=2)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_values_are_those_of_plain_training(make):
+    inner, train, val = built(make=make)
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [squares(model, val)])
+    assert_close(inner.adapt(train).params.values(), model.parameters())
+
+
+def test_a_validation_loss_of_its_own():
+    def absolute(model, val):
+        x, y = val
+        return (model.features(x).sum(1, keepdim=True) - y).abs().mean(), "aux"
+
+    inner, train, val = built(val_loss=absolute)
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [absolute(model, val)[0]])
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+def test_val_is_handed_over_as_it_is():
+    seen = []
+
+    def look(model, val):
+        seen.append(val)
+        return model.head.weight.sum()
+
+    inner, train, _ = built(val_loss=look)
+    for val in (None, 3, "word", {"a": [1]}, object()):
+        inner(train, val)
+        assert seen[-1] is val
+
+
+def test_a_loss_with_auxiliary_outputs_is_its_first_value():
+    inner, train, val = built(loss=lambda m, b: (squares(m, b), {"more": 1}))
+    plainly, *_ = built(inner.model)
+    assert_close([inner(train, val)], [plainly(train, val)])
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+class Lazy(Sequence):
+    """Batches that are made when they are asked for."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.asked = []
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.batches[index]
+
+
+@pytest.mark.parametrize("backward", ONE_OF_EACH, ids=repr)
+def test_any_sequence_of_batches(backward):
+    inner, train, val = built(backward=backward)
+    value = inner(train, val)
+    expected = gradients(value, inner)
+    for given in (
+        tuple(train),
+        iter(train),
+        (batch for batch in train),
+        torch.utils.data.DataLoader(train, batch_size=None),
+        Lazy(train),
+        dict(enumerate(train)).values(),
+    ):
+        found = inner(given, val)
+        assert_close([found], [value], 1e-15)
+        assert_close(gradients(found, inner), expected, 1e-13)
+
+
+def test_a_data_loader_that_batches_and_shuffles():
+    """Read once per call: what is computed again sees the same batches."""
+    data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    found = []
+    for backward in ONE_OF_EACH:
+        torch.manual_seed(4)
+        torch.nn.Module.__init__  # noqa: B018
+        inner, _, val = built(backward=backward)
+        torch.manual_seed(5)
+        found.append(gradients(inner(loader, val), inner))
+    assert_close(found[1], found[0], 1e-11)
+    assert_close(found[2], found[0], 1e-11)
+
+
+def test_one_batch_repeated():
+    inner, (batch, *_), val = built()
+    model, _ = trained_plainly(inner, [batch] * 5)
+    assert_close([inner([batch] * 5, val)], [squares(model, val)])
+
+
+@pytest.mark.parametrize("backward", [*ONE_OF_EACH, il.Truncated(2), il.Forward()], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), iter(())], ids=repr)
+def test_zero_steps(empty, backward):
+    inner, _, val = built(backward=backward)
+    value = inner(empty, val)
+    assert_close([value], [squares(inner.model, val)])
+    expected = torch.autograd.grad(squares(inner.model, val), list(inner.model.parameters()))
+    assert_close(gradients(value, inner)[:-1], expected)
+    assert gradients(inner([], val), inner)[-1].item() == 0
+    adapted = inner.adapt([])
+    assert adapted.losses.shape == (0,)
+    assert adapted.aux is None
+
+
+def test_zero_steps_without_initial_weights_to_learn():
+    """There is a value, and nothing that it could be differentiated by."""
+    inner, _, val = built(learn=("lr",))
+    with torch.no_grad():
+        assert_close([inner([], val)], [squares(inner.model, val)])
+    with refuses(kind=il.RequirementError):
+        inner([], val)
+
+
+def test_nothing_is_learned():
+    inner, train, val = built(learn=())
+    value = inner(train, val)
+    assert not value.requires_grad
+    assert list(inner.parameters()) == []
+    assert_close([value], [squares(trained_plainly(inner, train)[0], val)])
+
+
+def test_two_calls_do_not_know_of_each_other():
+    inner, train, val = built()
+    first, second = inner(train, val), inner(train[::-1], train[0])
+    late = gradients(first, inner), gradients(second, inner)
+    early = gradients(inner(train, val), inner), gradients(inner(train[::-1], train[0]), inner)
+    assert_close([*late[0], *late[1]], [*early[0], *early[1]], 1e-14)
+
+
+@pytest.mark.parametrize("backward", [*REVERSE, il.Forward()], ids=repr)
+@pytest.mark.parametrize("make", MAKERS)
+def test_nothing_of_the_users_is_changed(make, backward):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
+    optimizer = make(model.parameters())
+    plain(model, optimizer, squares, batches(2))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    inner = il.InnerLoop(model, optimizer, squares, learn=("lr",), backward=backward)
+    *train, val = batches(STEPS + 1)
+    before = repr((model.state_dict(), optimizer.state_dict()))
+    data = repr((train, val))
+    inner(train, val).backward()
+    inner.adapt(train)
+    assert repr((model.state_dict(), optimizer.state_dict())) == before
+    assert repr((train, val)) == data
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.training
+
+
+# What a call reads. -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_loop_starts_from_the_optimizers_state(make):
+    inner, train, val = built(make=make)
+    inner(train, val)
+    plain(inner.model, inner.optimizer, squares, batches(3))
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [squares(model, val)])
+    cold = il.InnerLoop(inner.model, make(inner.model.parameters()), squares)
+    assert abs(cold(train, val) - inner(train, val)) > 1e-6
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+@pytest.mark.parametrize("setting", ["lr", "momentum", "weight_decay"])
+def test_settings_changed_between_calls_are_seen(setting):
+    inner, train, val = built(learn="init")
+    inner(train, val)
+    inner.optimizer.param_groups[0][setting] = 0.37
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [squares(model, val)])
+
+
+def test_weights_and_modes_changed_between_calls_are_seen():
+    inner, train, val = built(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    with torch.no_grad():
+        for p in inner.model.parameters():
+            p.mul_(0.5)
+    inner.eval()
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [squares(model, val)])
+
+
+def test_a_group_added_later_is_trained_or_refused():
+    model = Net()
+    optimizer = optim.SGD(model.head.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares)
+    *train, val = batches(STEPS + 1)
+    optimizer.add_param_group({"params": model.body.parameters(), "lr": 0.3})
+    expected, _ = trained_plainly(inner, train)
+    try:
+        value = inner(train, val)
+    except il.InnerLoopError as error:
+        assert_four_parts(error)
+        return
+    assert_close([value], [squares(expected, val)])
+
+
+@pytest.mark.parametrize("backward", [*ONE_OF_EACH, il.Forward()], ids=repr)
+def test_a_rate_requiring_grad_in_the_optimizer_gets_its_gradient(backward):
+    """Though it is not in `learn`; one group has it, another one has a number."""
+    rate = torch.tensor(0.1, requires_grad=True)
+
+    def make(params):
+        first, *rest = params
+        return optim.SGD([{"params": [first], "lr": rate}, {"params": rest}], lr=0.2, momentum=0.5)
+
+    inner, train, val = built(make=make, learn=("init", "momentum"), backward=backward)
+    assert not any(p is rate for p in inner.parameters())
+    assert_derivative(lambda: inner(train, val), [rate, *inner.parameters()])
+    assert inner.optimizer.param_groups[0]["lr"] is rate
+    alone = il.InnerLoop(inner.model, inner.optimizer, squares, learn=(), backward=backward)
+    assert_derivative(lambda: alone(train, val), [rate])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_rate_that_is_a_tensor_without_gradient(make):
+    inner, train, val = built(make=make, learn="init")
+    expected = gradients(inner(train, val), inner)
+    inner.optimizer.param_groups[0]["lr"] = torch.tensor(inner.optimizer.param_groups[0]["lr"])
+    assert_close(gradients(inner(train, val), inner), expected)
+    learned, *_ = built(inner.model, lambda p: inner.optimizer, learn="lr")
+    assert_close([learned(train, val)], [inner(train, val)])
+
+
+def test_a_subclass_of_an_optimizer():
+    class Mine(optim.Adam):
+        pass
+
+    inner, train, val = built(make=lambda p: Mine(p, lr=0.05))
+    model, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val)], [squares(model, val)])
+
+
+# Settings back into the optimizer. ----------------------------------------------------------------
+
+
+def grouped(model, make=optim.Adam, **settings):
+    return make(
+        [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.03}],
+        **{"lr": 0.01, **settings},
+    )
+
+
+def test_writing_settings_and_starting_from_them():
+    model = Net()
+    optimizer = grouped(model, betas=(0.8, 0.9))
+    learn = {"lr": il.Learn(transform="log"), "betas": il.Learn(transform="logit")}
+    inner = il.InnerLoop(model, optimizer, squares, learn=learn)
+    with torch.no_grad():
+        for p in inner.parameters():
+            p.add_(0.3 * torch.rand_like(p))
+    other = grouped(copy.deepcopy(model))
+    untouched = copy.deepcopy(other.param_groups[0]["eps"])
+    inner.write_to(other)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    inner.write_to()
+    for target in (optimizer, other):
+        for g, group in enumerate(target.param_groups):
+            assert type(group["lr"]) is float
+            assert group["lr"] == inner.hyper["lr"][g].item()
+            assert group["betas"] == tuple(inner.hyper["betas"][g].tolist())
+            assert group["eps"] == untouched
+    *train, val = batches(STEPS + 1)
+    fresh = il.InnerLoop(model, optimizer, squares, learn=learn)
+    assert_close(fresh.parameters(), inner.parameters(), 1e-9)
+    expected, _ = trained_plainly(inner, train)
+    assert_close([inner(train, val), fresh(train, val)], [squares(expected, val)] * 2)
+
+
+def test_writing_to_a_rate_that_is_a_tensor_keeps_the_tensor():
+    model = Net()
+    rate = torch.tensor(0.1)
+    optimizer = optim.SGD(model.parameters(), lr=rate)
+    inner = il.InnerLoop(model, optimizer, squares, learn="lr")
+    with torch.no_grad():
+        inner.settings["lr"].fill_(0.4)
+    inner.write_to()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.4
+
+
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_writing_a_value_per_parameter_to_one_group_per_parameter(name):
+    model = Net()
+    optimizer = optim.Adam([{"params": [p]} for p in model.parameters()], lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares, learn={name: il.Learn("parameter")})
+    with torch.no_grad():
+        inner.settings[name].mul_(1 - 0.1 * torch.rand_like(inner.settings[name]))
+    inner.write_to()
+    found = torch.tensor([group[name] for group in optimizer.param_groups])
+    assert_close([found], [inner.hyper[name]])
+
+
+@pytest.mark.parametrize("per", ["parameter", "element"])
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_a_value_per_parameter_does_not_fit_a_group_of_two(name, per):
+    """Two parameters and two betas: not to be taken for each other."""
+    model = nn.Linear(2, 1)
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares, learn={name: il.Learn(per)})
+    with refuses(name, "one number per group", optimizer=optimizer):
+        inner.write_to(optimizer)
+
+
+def test_a_value_per_step_does_not_fit_an_optimizer():
+    inner, *_ = built(learn={"lr": il.Learn("step", steps=2)})
+    with refuses("'lr'", "per step", "inner.hyper", optimizer=inner.optimizer):
+        inner.write_to()
+
+
+WRONG_TARGETS = {
+    "a number": lambda model: 3,
+    "a class": lambda model: optim.SGD,
+    "another kind": lambda model: optim.Adam(model.parameters(), lr=0.1),
+    "more groups": lambda model: optim.SGD(
+        [{"params": [p]} for p in model.parameters()], lr=0.5, momentum=0.8
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TARGETS)
+def test_what_settings_cannot_be_written_to(case):
+    model = Net()
+    inner = il.InnerLoop(model, grouped(model, optim.SGD), squares, learn=("momentum", "lr"))
+    target = WRONG_TARGETS[case](model)
+    known = isinstance(target, optim.Optimizer)
+    with refuses(optimizer=target if known else None):
+        inner.write_to(target)
+
+
+# Learned losses. ----------------------------------------------------------------------------------
+
+
+class LossNet(nn.Module):
+    """A learned loss with submodules, a buffer, dropout and a norm with statistics."""
+
+    def __init__(self, drop=0.4):
+        super().__init__()
+        self.compare = nn.Sequential(nn.Linear(2, 4), nn.Dropout(drop), nn.Softplus())
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
+        self.decay = nn.Parameter(torch.tensor(-2.0))
+        self.register_buffer("scale", torch.tensor(1.7))
+
+    def forward(self, model, batch):
+        x, y = batch
+        hidden = self.norm(self.compare(torch.cat([model(x), y], -1)))
+        value = F.softplus(self.last(hidden)).mean() * self.scale
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return value + self.decay.exp() * penalty, hidden.mean()
+
+
+def learned_loss(backward=None, **options):
+    inner, train, val = built(
+        loss=LossNet(), val_loss=squares, learn=("init", "lr"), backward=backward, **options
+    )
+
+    def value():
+        torch.manual_seed(11)
+        return inner(train, val)
+
+    return inner, value
+
+
+@pytest.mark.parametrize("backward", REVERSE, ids=repr)
+def test_a_learned_loss(backward):
+    inner, value = learned_loss(backward)
+    names = [name for name, _ in inner.named_parameters()]
+    assert [n for n in names if n.startswith("loss.")] == [
+        f"loss.{n}" for n, _ in inner.loss.named_parameters()
+    ]
+    state = copy.deepcopy(inner.loss.state_dict())
+    assert_derivative(value, inner.parameters())
+    value().backward()
+    assert all(p.grad is not None for p in inner.parameters())
+    assert all(torch.equal(state[name], now) for name, now in inner.loss.state_dict().items())
+
+
+def test_a_learned_loss_by_hand():
+    """Its own weights in every step, its buffer and its mode as they are."""
+    inner, train, val = built(loss=LossNet(), val_loss=squares, learn=("init",))
+    inner.eval()
+    model, loss = inner.model, inner.loss
+    found = by_hand(
+        dict(model.named_parameters()),
+        lambda own, batch: loss(Shown(model, own), batch),
+        train,
+        lambda step, name: Sgd(0.1, 0.8, 0.01),
+    )
+    leaves = list(inner.parameters())
+    expected = torch.autograd.grad(squares(called(model, found), val), leaves)
+    assert_close(gradients(inner(train, val), inner), expected, 1e-11)
+
+
+class Shown:
+    """A model with given weights, for a loss that calls it and asks for its parameters."""
+
+    def __init__(self, model, params):
+        self.call, self.params = called(model, params), params
+
+    def __call__(self, x):
+        return self.call(x)
+
+    def parameters(self):
+        return self.params.values()
+
+
+def test_dropout_of_a_learned_loss_follows_its_mode():
+    inner, train, val = built(loss=LossNet(0.5), val_loss=squares)
+
+    def value(seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return inner(train, val).item()
+
+    assert value(0) == value(0) != value(1)
+    inner.eval()
+    assert value(0) == value(1)
+
+
+def test_a_learned_loss_is_also_how_it_is_measured_by_default():
+    inner, train, val = built(loss=LossNet(0.0), learn=())
+    with torch.no_grad():
+        adapted = inner.adapt(train)
+        expected, _ = inner.loss(adapted.module, val)
+        assert_close([inner(train, val)], [expected])
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+def test_a_loss_that_is_a_method_or_a_partial():
+    class Task:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def loss(self, model, batch):
+            return self.weight * squares(model, batch)
+
+    inner, train, val = built(loss=Task(1.0).loss)
+    expected, *_ = built(inner.model)
+    assert_close([inner(train, val)], [expected(train, val)])
+
+
+def test_a_measure_with_weights_of_its_own_is_not_part_of_phi():
+    class Measure(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, model, val):
+            return self.scale * squares(model, val)
+
+    inner, train, val = built(val_loss=Measure(), learn=("lr",))
+    assert [name for name, _ in inner.named_parameters()] == ["settings.lr"]
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+# Learned optimizers. ------------------------------------------------------------------------------
+
+
+class LearnedRule(nn.Module):
+    """A small net sees gradient and momentum of each element; the momentum is the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.7))
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.register_buffer("scale", torch.tensor(0.1))
+
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, params, grads, state):
+        new = {n: self.decay * state[n] + (0 if g is None else g) for n, g in grads.items()}
+        seen = {
+            n: torch.stack([0 * m if grads[n] is None else grads[n], m], -1) for n, m in new.items()
+        }
+        return {n: p - self.scale * self.net(seen[n]).squeeze(-1) for n, p in params.items()}, new
+
+
+@pytest.mark.parametrize("backward", [*REVERSE, il.Forward()], ids=repr)
+@pytest.mark.parametrize("learn", [(), "init"])
+def test_a_learned_optimizer(learn, backward):
+    model = Net()
+    rule = LearnedRule()
+    inner = il.InnerLoop(model, rule, squares, learn=learn, backward=backward)
+    own = [f"optimizer.{name}" for name, _ in rule.named_parameters()]
+    names = [name for name, _ in inner.named_parameters()]
+    assert names == [*([f"model.{n}" for n, _ in model.named_parameters()] if learn else []), *own]
+    *train, val = batches(STEPS + 1)
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+def test_a_learned_optimizer_by_hand():
+    model, rule = Net(), LearnedRule()
+    inner = il.InnerLoop(model, rule, squares)
+    *train, val = batches(STEPS + 1)
+    params = dict(model.named_parameters())
+    state = rule.init(params)
+    for batch in train:
+        value = squares(called(model, params), batch)
+        grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+        params, state = rule.update(params, dict(zip(params, grads, strict=True)), state)
+    expected = squares(called(model, params), val)
+    value = inner(train, val)
+    assert_close([value], [expected])
+    leaves = list(inner.parameters())
+    assert_close(gradients(value, inner), torch.autograd.grad(expected, leaves), 1e-11)
+    adapted = inner.adapt(train)
+    assert_close(adapted.params.values(), params.values())
+    assert_close(adapted.opt_state.values(), state.values())
+    target = Net()
+    adapted.write_to(target)
+    assert_close(target.parameters(), params.values())
+
+
+def test_a_learned_optimizer_leaves_frozen_weights_alone():
+    model = Net()
+    model.body.requires_grad_(False)
+    inner = il.InnerLoop(model, LearnedRule(), squares, learn=())
+    adapted = inner.adapt(batches(2))
+    assert torch.equal(adapted.params["body.weight"], model.body.weight)
+    assert not torch.equal(adapted.params["head.weight"], model.head.weight)
+
+
+def test_a_learned_optimizer_has_no_settings():
+    model, rule = Net(), LearnedRule()
+    with refuses("learn=('lr',)", "learned optimizer", model=model):
+        il.InnerLoop(model, rule, squares, learn=("lr",))
+    with refuses("schedule", "learned optimizer", model=model):
+        il.InnerLoop(model, rule, squares, schedule=lambda step: 1.0)
+    inner = il.InnerLoop(model, rule, squares)
+    with refuses("learned optimizer"):
+        inner.write_to(rule)
+    adapted = inner.adapt(batches(1))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with refuses("learned optimizer", model=model, optimizer=optimizer):
+        adapted.write_to(model, optimizer)
+
+
+BROKEN_RULES = {
+    "one value": lambda self, p, g, s: p,
+    "nothing": lambda self, p, g, s: None,
+    "a list": lambda self, p, g, s: (list(p.values()), s),
+    "fewer weights": lambda self, p, g, s: (dict(list(p.items())[1:]), s),
+    "another shape": lambda self, p, g, s: ({n: v.sum() for n, v in p.items()}, s),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_RULES)
+def test_what_a_learned_optimizer_may_not_return(case):
+    kind = type("Broken", (LearnedRule,), {"update": BROKEN_RULES[case]})
+    model = Net()
+    inner = il.InnerLoop(model, kind(), squares)
+    with refuses("update", model=model):
+        inner(batches(2), batches(1)[0])
+
+
+# A module like others. ----------------------------------------------------------------------------
+
+PARTS = {
+    "settings": lambda: built(learn={"init": True, "lr": il.Learn("element", transform="log")})[0],
+    "settings only": lambda: built(learn=("lr", "momentum"))[0],
+    "adam": lambda: built(make=adam, learn={"betas": il.Learn(("parameter", "step"), 3)})[0],
+    "learned loss": lambda: built(loss=LossNet(0.0), val_loss=squares, learn="lr")[0],
+    "learned optimizer": lambda: il.InnerLoop(Net(), LearnedRule(), squares),
+    "schedule and clipping": lambda: built(schedule=halving, grad_transform=il.clip_norm(0.5))[0],
+}
+
+
+def halving(step):
+    return 0.5**step
+
+
+def warmed(inner):
+    """The loop after some plain training of its model, and with moved meta-parameters."""
+    if isinstance(inner.optimizer, optim.Optimizer):
+        plain(inner.model, inner.optimizer, squares, batches(2))
+    with torch.no_grad():
+        for p in inner.parameters():
+            p.mul_(0.9)
+    return inner
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_the_state_goes_into_a_fresh_loop(case):
+    inner = PARTS[case]()
+    with torch.no_grad():
+        for p in inner.parameters():
+            p.mul_(0.9)
+    *train, val = batches(STEPS + 1)
+    state = inner.state_dict()
+    assert [n for n in state if n in dict(inner.named_parameters())] == [
+        n for n, _ in inner.named_parameters()
+    ]
+    torch.manual_seed(1)
+    fresh = PARTS[case]()
+    found = fresh.load_state_dict(state, strict=True)
+    assert not found.missing_keys and not found.unexpected_keys
+    if not inner.learn_init:
+        fresh.model.load_state_dict(inner.model.state_dict())
+    assert_close([fresh(train, val)], [inner(train, val)])
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert list(torch.load(buffer)) == list(state)
+
+
+def test_a_state_of_another_kind_is_refused_by_torch():
+    one, *_ = built(learn=("init", "lr"))
+    other, *_ = built(learn=("init", "momentum"))
+    with pytest.raises(RuntimeError, match=r"settings\.momentum"):
+        other.load_state_dict(one.state_dict())
+
+
+def through_a_file(inner):
+    buffer = io.BytesIO()
+    torch.save(inner, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda inner: pickle.loads(pickle.dumps(inner)),
+    "torch.save": through_a_file,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("case", PARTS)
+def test_a_copy_computes_the_same_and_is_independent(case, way):
+    inner = warmed(PARTS[case]())
+    *train, val = batches(STEPS + 1)
+    value = inner(train, val)
+    expected = gradients(value, inner)
+    twin = COPIES[way](inner)
+    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in inner.named_parameters()]
+    mine = {id(t) for t in (*inner.parameters(), *inner.model.parameters())}
+    assert not mine & {id(t) for t in (*twin.parameters(), *twin.model.parameters())}
+    assert_close([twin(train, val)], [value], 1e-15)
+    assert_close(gradients(twin(train, val), twin), expected, 1e-13)
+    with torch.no_grad():
+        for p in (*inner.parameters(), *inner.model.parameters()):
+            p.zero_()
+    assert_close([twin(train, val)], [value], 1e-15)
+    if isinstance(twin.optimizer, optim.Optimizer):
+        held = [p for group in twin.optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in held} <= {id(p) for p in twin.model.parameters()}
+        plain(twin.model, twin.optimizer, squares, train)
+        assert abs(twin(train, val) - value) > 1e-9
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_repr_names_the_parts(case):
+    inner = PARTS[case]()
+    text = repr(inner)
+    assert "InnerLoop(" in text
+    assert type(inner.optimizer).__name__ in text
+    assert "Tape()" in text
+    assert "learn=" in text
+
+
+def test_names_do_not_change():
+    inner, train, val = built()
+    names = list(inner.state_dict())
+    identity = [id(p) for p in inner.parameters()]
+    inner(train, val).backward()
+    inner.eval().train().double().requires_grad_(True).zero_grad()
+    inner.load_state_dict(inner.state_dict())
+    assert list(inner.state_dict()) == names
+    assert [id(p) for p in inner.parameters()] == identity
+
+
+def test_gradients_are_set_to_nothing():
+    inner, train, val = built()
+    inner(train, val).backward()
+    assert all(p.grad is not None for p in inner.parameters())
+    inner.zero_grad()
+    assert all(p.grad is None for p in inner.parameters())
+
+
+def test_gradients_add_up_like_any_others():
+    inner, train, val = built()
+    expected = [2 * g for g in gradients(inner(train, val), inner)]
+    inner(train, val).backward()
+    inner(train, val).backward()
+    assert_close([p.grad for p in inner.parameters()], expected)
+
+
+def test_meta_parameters_that_require_no_gradient():
+    inner, train, val = built(learn=("lr", "momentum"))
+    expected = inner(train, val)
+    inner.settings["momentum"].requires_grad_(False)
+    inner(train, val).backward()
+    assert inner.settings["momentum"].grad is None
+    assert inner.settings["lr"].grad is not None
+    inner.requires_grad_(False)
+    value = inner(train, val)
+    assert not value.requires_grad
+    assert_close([value], [expected])
+    assert all(p.requires_grad for p in inner.model.parameters())
+
+
+def test_a_model_frozen_as_a_whole_is_refused():
+    """`requires_grad_(False)` on the loop freezes the model, which then cannot be trained."""
+    inner, train, val = built(learn="init")
+    inner.requires_grad_(False)
+    with refuses(kind=il.RequirementError):
+        inner(train, val)
+
+
+@pytest.mark.parametrize("learn", ["init", "lr"])
+def test_modes_reach_the_model_and_the_loss(learn):
+    inner, *_ = built(nn.Sequential(nn.Linear(2, 1), nn.Dropout()), loss=LossNet(), learn=learn)
+    inner.eval()
+    assert not any(m.training for m in (inner.model, inner.model[1], inner.loss, inner.loss.norm))
+    inner.train()
+    assert all(m.training for m in (inner.model, inner.model[1], inner.loss, inner.loss.norm))
+    inner.train(False)
+    assert not inner.model[1].training
+
+
+# Dtypes. ------------------------------------------------------------------------------------------
+
+
+def single(data):
+    return [tuple(part.float() for part in batch) for batch in data]
+
+
+@pytest.mark.parametrize("learn", ["init", "lr", ("init", "lr")], ids=str)
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("warm", [0, 2])
+def test_to_another_dtype_and_back(warm, make, learn):
+    inner, train, val = built(make=make, learn=learn)
+    plain(inner.model, inner.optimizer, squares, batches(warm))
+    value = inner(train, val)
+    expected = gradients(value, inner)
+    identity = [id(p) for p in inner.model.parameters()]
+    inner.float()
+    assert {p.dtype for p in (*inner.parameters(), *inner.model.parameters())} == {torch.float32}
+    assert [id(p) for p in inner.model.parameters()] == identity
+    low = inner(single(train), single([val])[0])
+    assert low.dtype == torch.float32
+    assert_close([low.double()], [value], 1e-5)
+    assert_close([g.double() for g in gradients(low, inner)], expected, 1e-4)
+    assert {p.dtype for p in inner.adapt(single(train)).params.values()} == {torch.float32}
+    inner.to(torch.float64)
+    assert_close([inner(train, val)], [value], 1e-5)
+
+
+def test_training_goes_on_in_the_new_dtype():
+    inner, train, val = built()
+    inner(train, val)
+    inner.float()
+    plain(inner.model, inner.optimizer, squares, single(batches(2)))
+    model, _ = trained_plainly(inner, single(train))
+    assert_close([inner(single(train), single([val])[0])], [squares(model, single([val])[0])], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loop_built_in_a_dtype(dtype):
+    model = Net().to(dtype)
+    inner = il.InnerLoop(model, momentum(model.parameters()), squares, learn=("init", "lr"))
+    assert {p.dtype for p in inner.parameters()} == {dtype}
+    *train, val = [tuple(p.to(dtype) for p in b) for b in batches(STEPS + 1)]
+    model, _ = trained_plainly(inner, train)
+    assert_close(
+        [inner(train, val)], [squares(model, val)], 1e-6 if dtype == torch.float32 else 1e-12
+    )
+
+
+def test_an_expected_state_goes_along_to_another_dtype():
+    """The state that is carried from call to call."""
+    inner, train, val = built(learn="lr", backward=il.Truncated(3, carry=True))
+    inner(train, val)
+    inner.float()
+    value = inner(single(train), single([val])[0])
+    assert value.dtype == torch.float32
+    other, *_ = built(copy.deepcopy(inner.model).double(), learn="lr")
+    assert_close([value.double()], [other([*train, *train], val)], 1e-5)
+
+
+# Meta-optimizers. ---------------------------------------------------------------------------------
+
+META = {
+    kind.__name__: kind
+    for kind in vars(optim).values()
+    if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
+} | {}
+for name in ("Optimizer", "SparseAdam"):
+    del META[name]
+
+
+@pytest.mark.parametrize("name", META)
+def test_any_optimizer_of_torch_takes_meta_steps(name):
+    inner, train, val = built()
+    params = [p for p in inner.parameters() if name != "Muon" or p.dim() == 2]
+    before = [p.detach().clone() for p in params]
+    meta = META[name](params, lr=0.01)
+    scheduler = optim.lr_scheduler.CosineAnnealingLR(meta, 4)
+
+    def closure():
+        meta.zero_grad()
+        value = inner(train, val)
+        value.backward()
+        return value
+
+    first = inner(train, val).item()
+    for _ in range(3):
+        meta.step(closure)
+        scheduler.step()
+    assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert inner(train, val).item() < first
+
+
+# Models of all kinds. -----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(2, 2)
+        self.two = nn.Linear(2, 2)
+        self.two.weight = self.one.weight
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+class Hooked(Net):
+    """Hooks that change what is computed, one of them with weights of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.3))
+        self.body.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        self.body.register_forward_hook(self.scaled)
+
+    def scaled(self, module, args, output):
+        return self.gain * output
+
+
+def with_weight_norm():
+    model = Net()
+    parametrizations.weight_norm(model.body)
+    return model
+
+
+def with_spectral_norm():
+    model = Net()
+    parametrizations.spectral_norm(model.body)
+    return model
+
+
+MODELS = {
+    "wrapped": lambda: nn.DataParallel(Net()),
+    "wrapped inside": lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 3)), nn.Linear(3, 1)),
+    "tied": Tied,
+    "hooked": Hooked,
+    "weight norm": with_weight_norm,
+    "spectral norm": with_spectral_norm,
+    "in a list": lambda: nn.Sequential(*nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1)])),
+}
+
+
+@pytest.mark.parametrize("backward", ONE_OF_EACH, ids=repr)
+@pytest.mark.parametrize("case", MODELS)
+def test_models_of_all_kinds(case, backward):
+    model = MODELS[case]()
+    inner, train, val = built(model, backward=backward)
+    twin = MODELS[case]()
+    twin.load_state_dict(model.state_dict())
+    plain(twin, momentum(twin.parameters()), squares, train)
+    adapted = inner.adapt(train)
+    assert_close(adapted.params.values(), twin.parameters(), 1e-11)
+    assert_close(adapted.buffers.values(), twin.buffers(), 1e-11)
+    assert_close([inner(train, val)], [squares(twin, val)], 1e-11)
+    assert_derivative(lambda: inner(train, val), inner.parameters(), tolerance=1e-6)
+    adapted.write_to(model, inner.optimizer)
+    assert_close(model.parameters(), adapted.params.values())
+
+
+def test_hooks_on_the_loop_itself():
+    inner, train, val = built()
+    seen = []
+    inner.register_forward_hook(lambda module, args, value: seen.append(value) or 2 * value)
+    value = inner(train, val)
+    assert_close([value], [2 * seen[0]])
+
+
+# One loop inside another. -------------------------------------------------------------------------
+
+
+def nested(inside=None, outside=None, learn=("init", "lr"), outer_learn=("init", "lr"), **options):
+    model = Net()
+    inner = il.InnerLoop(model, momentum(model.parameters()), squares, learn, inside)
+    outer = il.InnerLoop(
+        inner,
+        optim.SGD(inner.parameters(), lr=0.05, momentum=0.5),
+        lambda inner, batch: inner(*batch),
+        outer_learn,
+        outside,
+        **options,
+    )
+    tasks = [(batches(2), batches(1)[0]) for _ in range(3)]
+    return outer, tasks[:2], tasks[2]
+
+
+@pytest.mark.parametrize("learn", [("init", "lr"), ("lr",), ("init",)], ids=str)
+@pytest.mark.parametrize("outer_learn", [("init", "lr"), ("lr", "momentum")], ids=str)
+def test_a_loop_that_trains_a_loop(outer_learn, learn):
+    outer, train, val = nested(learn=learn, outer_learn=outer_learn)
+    assert_derivative(lambda: outer(train, val), outer.parameters(), tolerance=1e-6)
+
+
+def test_a_loop_that_trains_a_loop_is_plain_meta_training():
+    outer, train, val = nested(learn={"init": True, "lr": il.Learn(transform="log")})
+    inner = outer.model
+    before = copy.deepcopy(inner.state_dict())
+    value = outer(train, val)
+    assert all(torch.equal(before[n], now) for n, now in inner.state_dict().items())
+    adapted = outer.adapt(train)
+    meta = optim.SGD(inner.parameters(), lr=0.05, momentum=0.5)
+    for batch in train:
+        meta.zero_grad()
+        inner(*batch).backward()
+        meta.step()
+    assert_close(adapted.params.values(), inner.parameters())
+    assert_close([value], [inner(*val)])
+    assert isinstance(adapted.module, il.InnerLoop)
+
+
+@pytest.mark.parametrize("outside", [il.Remat(), il.Binomial(1)], ids=repr)
+def test_the_outer_loop_may_compute_again(outside):
+    torch.manual_seed(3)
+    outer, train, val = nested(il.Tape(), il.Tape())
+    expected = gradients(outer(train, val), outer)
+    torch.manual_seed(3)
+    outer, train, val = nested(il.Tape(), outside)
+    assert_close(gradients(outer(train, val), outer), expected, 1e-10)
+
+
+@pytest.mark.parametrize("outside", ONE_OF_EACH, ids=repr)
+@pytest.mark.parametrize(
+    "inside", [il.Remat(), il.Remat(2), il.Binomial(1), il.Forward(), il.Implicit()], ids=repr
+)
+def test_the_inner_one_of_two_must_be_a_tape(inside, outside):
+    outer, train, val = nested(inside, outside)
+    with refuses("Tape()", kind=il.RequirementError, model=outer.model.model):
+        outer(train, val).backward()
+
+
+@pytest.mark.parametrize("inside", [il.Remat(), il.Binomial(1)], ids=repr)
+def test_first_order_outside_needs_no_tape_inside(inside):
+    torch.manual_seed(3)
+    outer, train, val = nested(il.Tape(), first_order=True)
+    expected = gradients(outer(train, val), outer)
+    torch.manual_seed(3)
+    outer, train, val = nested(inside, first_order=True)
+    assert_close(gradients(outer(train, val), outer), expected, 1e-10)
+
+
+# One long run, a piece at each call. --------------------------------------------------------------
+
+
+class OnlineByHand:
+    """SGD with momentum along one run, cut before the last `k` steps of each call."""
+
+    def __init__(self, model, k):
+        self.model, self.k = model, k
+        self.params = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.buffers = {n: torch.zeros_like(p) for n, p in self.params.items()}
+
+    def __call__(self, train, val, lr):
+        for i, batch in enumerate(train):
+            if len(train) - i <= self.k and len(train) - i == min(self.k, len(train)):
+                self.cut()
+            own = {n: p.clone().requires_grad_() for n, p in self.params.items()}
+            value = squares(called(self.model, own), batch)
+            grads = torch.autograd.grad(value, list(own.values()), create_graph=True)
+            for (n, p), g in zip(self.params.items(), grads, strict=True):
+                self.buffers[n] = 0.8 * self.buffers[n] + g
+                self.params[n] = p - lr * self.buffers[n]
+        measured = squares(called(self.model, self.params), val)
+        (grad,) = torch.autograd.grad(measured, [lr])
+        self.cut()
+        return measured.detach(), grad
+
+    def cut(self):
+        self.params = {n: p.detach() for n, p in self.params.items()}
+        self.buffers = {n: b.detach() for n, b in self.buffers.items()}
+
+
+@pytest.mark.parametrize("within", [il.Tape(), il.Remat(), il.Binomial(1)], ids=repr)
+@pytest.mark.parametrize("steps", [2, 3])
+def test_one_long_run_is_a_loop_with_detach(steps, within):
+    """Two or three steps at each call, and the gradient of the last two; the rate moves."""
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.8)
+    inner = il.InnerLoop(
+        model, optimizer, squares, "lr", il.Truncated(2, within=within, carry=True)
+    )
+    state = copy.deepcopy(model.state_dict())
+    by_hand_loop = OnlineByHand(model, 2)
+    meta = optim.SGD(inner.parameters(), lr=0.02)
+    rate = torch.tensor(0.1)
+    for _ in range(4):
+        *train, val = batches(steps + 1)
+        lr = rate.clone().requires_grad_()
+        expected, grad = by_hand_loop(train, val, lr)
+        meta.zero_grad()
+        value = inner(train, val)
+        value.backward()
+        assert_close([value, inner.settings["lr"].grad[0]], [expected, grad], 1e-11)
+        meta.step()
+        rate = rate - 0.02 * grad
+    assert all(torch.equal(state[n], now) for n, now in model.state_dict().items())
+    assert not optimizer.state
+    inner.restart()
+    fresh = OnlineByHand(model, 2)
+    expected, _ = fresh(train, val, rate.clone().requires_grad_())
+    assert_close([inner(train, val)], [expected], 1e-11)
+
+
+def test_one_long_run_of_each_task():
+    inner, *_ = built(learn="lr", backward=il.Truncated(2, carry=True))
+    single, *_ = built(inner.model, learn="lr", backward=il.Truncated(2, carry=True))
+    data = [batches(3, 2) for _ in range(3)]
+    together = [inner(train, val, tasks=True) for *train, val in data]
+    for t in range(2):
+        single.restart()
+        for (*train, val), both in zip(data, together, strict=True):
+            value = single([(x[t], y[t]) for x, y in train], (val[0][t], val[1][t]))
+            assert_close([value], [both[t]], 1e-13)
+
+
+def test_one_long_run_carries_statistics_and_the_optimizers_state():
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    inner, *_ = built(model, adam, learn="lr", backward=il.Truncated(2, carry=True))
+    data = batches(6)
+    for part in (data[:2], data[2:4], data[4:]):
+        adapted = inner.adapt(part)
+    expected, _ = trained_plainly(inner, data)
+    assert_close(adapted.params.values(), expected.parameters())
+    assert_close(adapted.buffers.values(), expected.buffers())
+    assert adapted.state.time == 6
+
+
+def test_a_run_that_is_not_carried_on_starts_again():
+    inner, train, val = built(learn="lr", backward=il.Truncated(2))
+    assert_close([inner(train, val)], [inner(train, val)], 1e-15)
+
+
+def test_a_schedule_goes_on_along_the_run():
+    inner, *_ = built(learn="lr", backward=il.Truncated(2, carry=True), schedule=halving)
+    data = batches(4)
+    inner.adapt(data[:2])
+    adapted = inner.adapt(data[2:])
+    model, optimizer = copy.deepcopy((inner.model, inner.optimizer))
+    plain(model, optimizer, squares, data, optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert_close(adapted.params.values(), model.parameters())
+
+
+def test_initial_weights_cannot_be_learned_from_the_middle_of_a_run():
+    """They have their gradient at the first call; after it there is none, and that is said."""
+    inner, train, val = built(learn=("init", "lr"), backward=il.Truncated(5, carry=True))
+    inner(train, val).backward()
+    with refuses("init", kind=il.RequirementError):
+        inner(train, val)
+    with refuses("init", "Truncated(", kind=il.RequirementError):
+        built(learn="init", backward=il.Truncated(2))[0](train, val)
+
+
+# Refusals. ----------------------------------------------------------------------------------------
+
+
+def never(model, batch):
+    raise AssertionError("work was done before the refusal")
+
+
+@pytest.mark.parametrize(
+    "model", [None, 3, Net, squares, {"w": torch.ones(1)}, [Net()]], ids=lambda m: str(m)[:20]
+)
+def test_what_is_no_model(model):
+    optimizer = optim.SGD(Net().parameters(), lr=0.1)
+    with refuses("model", "torch.nn.Module", optimizer=optimizer):
+        il.InnerLoop(model, optimizer, never)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, "SGD", 0.1, optim.SGD, il.optim.sgd(0.1), nn.Linear(1, 1), LearnedRule],
+    ids=lambda o: str(o)[:20],
+)
+def test_what_is_no_optimizer(optimizer):
+    model = Net()
+    with refuses("optimizer", "torch.optim.SGD(model.parameters()", model=model):
+        il.InnerLoop(model, optimizer, never)
+
+
+@pytest.mark.parametrize("loss", [None, "mse", 3, torch.tensor(1.0)], ids=str)
+def test_what_is_no_loss(loss):
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with refuses("loss(model, batch)", model=model, optimizer=optimizer):
+        il.InnerLoop(model, optimizer, loss)
+
+
+@pytest.mark.parametrize("val_loss", ["mse", 3, torch.tensor(1.0)], ids=str)
+def test_what_is_no_validation_loss(val_loss):
+    model = Net()
+    with refuses("val_loss", model=model):
+        il.InnerLoop(model, momentum(model.parameters()), never, val_loss=val_loss)
+
+
+@pytest.mark.parametrize("backward", [il.Remat, "remat", 3, True, [il.Tape()]], ids=str)
+def test_what_is_no_strategy(backward):
+    model = Net()
+    with refuses("backward=", model=model):
+        il.InnerLoop(model, momentum(model.parameters()), never, backward=backward)
+
+
+def test_the_optimizer_of_another_model():
+    model, other = Net(), Net()
+    for params in (other.parameters(), [*model.parameters(), torch.ones(2, requires_grad=True)]):
+        optimizer = optim.SGD(params, lr=0.1)
+        with refuses("optimizer", "model", model=model, optimizer=optimizer):
+            il.InnerLoop(model, optimizer, never)
+
+
+def test_an_optimizer_nobody_can_differentiate():
+    class Mine(optim.SGD):
+        def step(self, closure=None):
+            pass
+
+    model = Net()
+    with refuses("Mine", model=model):
+        il.InnerLoop(model, Mine(model.parameters(), lr=0.1), never)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [None, 3, "word", torch.randn(3, 2), {"x": torch.randn(2)}, Net()],
+    ids=lambda t: str(t)[:8],
+)
+@pytest.mark.parametrize("tasks", [False, True])
+def test_what_is_nothing_to_train_on(train, tasks):
+    inner, _, val = built(loss=never)
+    with refuses("one batch for each step", "[batch] * 5", model=inner.model):
+        inner(train, val, tasks=tasks)
+    with refuses("one batch for each step", model=inner.model):
+        inner.adapt(train, tasks=tasks)
+
+
+OUTSIDE = Net()
+
+BROKEN_LOSSES = {
+    "a model from outside": (lambda m, b: squares(OUTSIDE, b), il.RequirementError),
+    "no weights at all": (lambda m, b: (b[0] ** 2).mean(), il.RequirementError),
+    "cut": (lambda m, b: squares(m, b).detach(), il.RequirementError),
+    "a number": (lambda m, b: squares(m, b).item(), il.InnerLoopError),
+    "no value": (lambda m, b: None, il.InnerLoopError),
+    "an empty tuple": (lambda m, b: (), il.InnerLoopError),
+    "a tuple the wrong way round": (lambda m, b: ("aux", squares(m, b)), il.InnerLoopError),
+    "one per example": (lambda m, b: (m(b[0]) - b[1]) ** 2, il.InnerLoopError),
+    "no example": (lambda m, b: m(b[0])[:0], il.InnerLoopError),
+    "complex": (lambda m, b: squares(m, b) * 1j, il.InnerLoopError),
+    "not a number": (lambda m, b: squares(m, b) * float("nan"), il.InnerLoopError),
+    "argmax": (lambda m, b: m(b[0]).argmax(), il.RequirementError),
+    "a class of torch": (nn.MSELoss, il.InnerLoopError),
+}
+
+
+@pytest.mark.parametrize("backward", [il.Tape(), il.Remat(), il.Forward()], ids=repr)
+@pytest.mark.parametrize("case", BROKEN_LOSSES)
+def test_what_a_loss_may_not_return(case, backward):
+    loss, kind = BROKEN_LOSSES[case]
+    inner, train, val = built(loss=loss, val_loss=squares, backward=backward)
+    with refuses("loss", kind=kind, model=inner.model, optimizer=inner.optimizer):
+        inner(train, val)
+
+
+def test_a_loss_under_no_grad():
+    def loss(model, batch):
+        with torch.no_grad():
+            return squares(model, batch)
+
+    inner, train, val = built(loss=loss)
+    with refuses("no_grad", kind=il.RequirementError, model=inner.model):
+        inner(train, val)
+
+
+def test_a_loss_of_torch_that_takes_no_model():
+    """`nn.MSELoss()` takes predictions and targets; the mistake is explained where it is made."""
+    inner, train, val = built(loss=nn.MSELoss())
+    with refuses("loss(model, batch)", model=inner.model):
+        inner(train, val)
+
+
+BROKEN_MEASURES = {
+    "cut": (lambda m, v: squares(m, v).detach(), il.RequirementError),
+    "a metric": (lambda m, v: (m(v[0]).argmax(1) == 0).double().mean(), il.RequirementError),
+    "a number": (lambda m, v: squares(m, v).item(), il.InnerLoopError),
+    "no value": (lambda m, v: None, il.InnerLoopError),
+    "an empty tuple": (lambda m, v: (), il.InnerLoopError),
+    "one per example": (lambda m, v: (m(v[0]) - v[1]) ** 2, il.InnerLoopError),
+    "complex": (lambda m, v: squares(m, v) * 1j, il.InnerLoopError),
+    "a model from outside": (lambda m, v: squares(OUTSIDE, v), il.RequirementError),
+}
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("case", BROKEN_MEASURES)
+def test_what_a_validation_loss_may_not_return(case, tasks):
+    measure, kind = BROKEN_MEASURES[case]
+    inner, train, val = built(val_loss=measure)
+    if tasks:
+        *train, val = batches(3, 2)
+    with refuses("alidation loss", kind=kind, model=inner.model, optimizer=inner.optimizer):
+        inner(train, val, tasks=tasks)
+
+
+def test_an_error_of_the_users_own_says_at_which_step():
+    def loss(model, batch):
+        if batch[0].shape[0] == 2:
+            raise KeyError("my own mistake")
+        return squares(model, batch)
+
+    inner, train, val = built(loss=loss)
+    train[1] = tuple(part[:2] for part in train[1])
+    with pytest.raises(KeyError, match="my own mistake") as info:
+        inner(train, val)
+    assert any("step 1" in note for note in getattr(info.value, "__notes__", ["step 1"]))
+
+
+def test_a_diverging_run_says_at_which_step():
+    inner, train, val = built(make=lambda p: optim.SGD(p, lr=1e200))
+    with refuses("NaN", model=inner.model):
+        inner([*train, *train], val)

@@ -1,0 +1,573 @@
+"""What is learned, for what each setting has a value, and in what range.
+
+For every granularity, transform and setting: the loop starts as plain torch does, its gradient is
+that of rules written out by hand with a value for every element, and that of differences.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn, optim
+
+import innerloop as il
+from references import (
+    Adam,
+    Net,
+    Sgd,
+    assert_close,
+    assert_derivative,
+    batches,
+    by_hand,
+    called,
+    plain,
+    squares,
+)
+from test_errors import refuses
+
+STEPS = 2
+
+
+class Lengths(nn.Module):
+    """Parameters whose lengths are those of the groups they are in, a 0-d one, a single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.matrix = nn.Parameter(torch.randn(2, 3))
+        self.last = nn.Parameter(torch.randn(1))
+        self.square = nn.Parameter(torch.randn(2, 2))
+        self.both = nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.scale * (x @ self.matrix) + self.shift)
+        return (hidden[:, :2] @ self.square + self.both).sum(-1, keepdim=True) * self.last
+
+
+GROUPS = (("matrix", "scale", "shift"), ("last",), ("both", "square"))
+"""Sizes 3, 1 and 2, not in the model's order; `shift` has length 3, `last` 1, `both` 2."""
+
+FAMILIES = {
+    "SGD": (optim.SGD, Sgd, dict(lr=0.1, momentum=0.6, weight_decay=0.05)),
+    "Adam": (optim.Adam, Adam, dict(lr=0.04, betas=(0.7, 0.9), eps=0.01, weight_decay=0.03)),
+}
+SETTINGS = [(family, name) for family, (*_, settings) in FAMILIES.items() for name in settings]
+
+PER = ["group", "parameter", "element"]
+PER = [*PER, "step", *((name, "step") for name in PER)]
+
+TRANSFORMS = {
+    "none": (None, lambda raw: raw),
+    "log": ("log", lambda raw: raw.exp()),
+    "logit": ("logit", lambda raw: 1 / (1 + (-raw).exp())),
+    "softplus": ("softplus", lambda raw: (1 + raw.exp()).log()),
+    "pair": ((torch.square, torch.sqrt), lambda raw: raw**2),
+}
+"""What to write, and what it means."""
+
+
+def shown(value):
+    """A short name of a parametrized value."""
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+def as_learn(per, transform=None, steps=STEPS):
+    stepwise = per == "step" or "step" in per
+    return il.Learn(per=per, steps=steps if stepwise else None, transform=transform)
+
+
+def grouped(model, family, groups=GROUPS):
+    """An optimizer with other settings in every group."""
+    make, _, settings = FAMILIES[family]
+    return make(
+        [
+            {
+                "params": [model.get_parameter(name) for name in names],
+                **{
+                    key: tuple(v**k for v in value) if isinstance(value, tuple) else value / k
+                    for key, value in settings.items()
+                },
+            }
+            for k, names in enumerate(groups, 1)
+        ],
+        **settings,
+    )
+
+
+class Reference:
+    """The settings of each step and parameter, by hand, out of the loop's own meta-parameters."""
+
+    def __init__(self, inner, learned, transforms, groups=GROUPS):
+        self.inner, self.learned, self.transforms = inner, learned, transforms
+        self.family = type(inner.optimizer).__name__
+        self.names = [name for group in groups for name in group]
+        self.group_of = {name: g for g, group in enumerate(groups) for name in group}
+
+    def setting(self, key, step, name):
+        group = self.group_of[name]
+        if key not in self.learned:
+            return self.inner.optimizer.param_groups[group][key]
+        per, raw = self.learned[key], self.inner.settings[key]
+        per = (per,) if isinstance(per, str) else per
+        if "element" in per:
+            raw = raw[self.names.index(name)]
+        if "step" in per:
+            raw = raw[step]
+        if "element" not in per:
+            raw = raw[self.names.index(name) if "parameter" in per else group]
+        value = self.transforms[key](raw)
+        return tuple(value) if key == "betas" else value
+
+    def rule(self, step, name):
+        _, rule, settings = FAMILIES[self.family]
+        return rule(**{key: self.setting(key, step, name) for key in settings})
+
+    def value(self, train, val, init=False):
+        model = self.inner.model
+        params = dict(model.named_parameters())
+        params = params if init else {n: p.detach().requires_grad_() for n, p in params.items()}
+        trained = by_hand(params, lambda own, b: squares(called(model, own), b), train, self.rule)
+        return squares(called(model, trained), val)
+
+
+def perturb(parameters):
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(1 - 0.1 * torch.rand_like(p))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("per", PER, ids=shown)
+@pytest.mark.parametrize(("family", "name"), SETTINGS)
+def test_every_setting_granularity_and_range(family, name, per, transform):
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    optimizer = grouped(model, family)
+    learn = as_learn(per, TRANSFORMS[transform][0])
+    inner = il.InnerLoop(model, optimizer, squares, learn={name: learn})
+
+    expected = Lengths()
+    expected.load_state_dict(model.state_dict())
+    plain(expected, grouped(expected, family), squares, train)
+    with torch.no_grad():
+        adapted = inner.adapt(train)
+    assert_close([adapted.params[n] for n, _ in model.named_parameters()], expected.parameters())
+
+    parameters = list(inner.parameters())
+    perturb(parameters)
+    reference = Reference(inner, {name: per}, {name: TRANSFORMS[transform][1]})
+    value = reference.value(train, val)
+    found = inner(train, val)
+    assert_close([found], [value])
+    assert_close(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(value, parameters), 1e-10
+    )
+
+
+@pytest.mark.parametrize("per", PER, ids=shown)
+@pytest.mark.parametrize(("family", "name"), SETTINGS)
+def test_every_setting_and_granularity_by_differences(family, name, per):
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    inner = il.InnerLoop(
+        model, grouped(model, family), squares, learn={name: as_learn(per, "logit")}
+    )
+    parameters = list(inner.parameters())
+    perturb(parameters)
+    assert_derivative(lambda: inner(train, val), parameters, eps=1e-3, relative=True)
+
+
+def test_everything_at_once_each_in_its_own_way():
+    """Settings of one optimizer at different granularities and ranges, and the initial weights."""
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    per = {
+        "lr": ("element", "step"),
+        "betas": "parameter",
+        "eps": "group",
+        "weight_decay": "step",
+    }
+    transform = {"lr": "log", "betas": "logit", "eps": "softplus", "weight_decay": "none"}
+    learn = {name: as_learn(per[name], TRANSFORMS[transform[name]][0]) for name in per}
+    inner = il.InnerLoop(model, grouped(model, "Adam"), squares, learn={"init": True, **learn})
+    perturb(inner.settings.parameters())
+    parameters = list(inner.parameters())
+    assert {id(p) for p in model.parameters()} < {id(p) for p in parameters}
+    grads = assert_derivative(
+        lambda: inner(train, val), parameters, eps=1e-3, relative=True, directions=3
+    )
+    reference = Reference(inner, per, {n: TRANSFORMS[t][1] for n, t in transform.items()})
+    value = reference.value(train, val, init=True)
+    assert_close(grads, torch.autograd.grad(value, parameters), 1e-10)
+
+
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1), il.Forward()], ids=repr)
+def test_everything_at_once_under_other_strategies(backward):
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    learn = {
+        "init": True,
+        "lr": as_learn(("parameter", "step"), "log"),
+        "momentum": as_learn("element", "logit"),
+        "weight_decay": True,
+    }
+    grads = []
+    for strategy in (il.Tape(), backward):
+        inner = il.InnerLoop(model, grouped(model, "SGD"), squares, learn, strategy)
+        grads.append(torch.autograd.grad(inner(train, val), list(inner.parameters())))
+    assert_close(grads[1], grads[0], 1e-10)
+
+
+# The same derivative, seen at several granularities. ---------------------------------------------
+
+
+def learned_gradient(model, groups, per, train, val, name="lr", family="SGD"):
+    optimizer = FAMILIES[family][0](
+        [{"params": [model.get_parameter(n) for n in group]} for group in groups],
+        **FAMILIES[family][2],
+    )
+    inner = il.InnerLoop(model, optimizer, squares, learn={name: as_learn(per)})
+    grads = torch.autograd.grad(inner(train, val), list(inner.parameters()))
+    return list(grads) if len(grads) > 1 else grads[0]
+
+
+def test_a_coarser_gradient_is_the_sum_of_the_finer_ones():
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    of = {per: learned_gradient(model, GROUPS, per, train, val) for per in PER}
+    one_group = [sum(GROUPS, ())]
+    alone = learned_gradient(model, one_group, "group", train, val)
+    assert_close([of["group"].sum(0, keepdim=True)], [alone], 1e-11)
+    assert_close([torch.stack([p.sum() for p in of["parameter"].split([3, 1, 2])])], [of["group"]])
+    assert_close([torch.stack([e.sum() for e in of["element"]])], [of["parameter"]], 1e-11)
+    assert_close([of["step"].sum(0)], [of["group"]], 1e-11)
+    assert_close([of["group", "step"]], [of["step"]])
+    assert_close([of["parameter", "step"].sum(0)], [of["parameter"]], 1e-11)
+    assert_close([e.sum(0) for e in of["element", "step"]], of["element"], 1e-11)
+    assert [e.shape for e in of["element", "step"]] == [
+        (STEPS, *model.get_parameter(name).shape) for name in one_group[0]
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_group_as_large_as_its_parameters_are_long(count):
+    """One value per parameter, `[count]`, is not taken for one per element of `[count]`."""
+
+    class Vectors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList(torch.randn(count) for _ in range(count))
+
+        def forward(self):
+            return torch.stack(list(self.parts))
+
+    def loss(model, batch):
+        return (model() - batch).pow(4).sum()
+
+    model = Vectors()
+    inner = il.InnerLoop(
+        model,
+        optim.SGD(model.parameters(), lr=0.01),
+        loss,
+        learn={"lr": il.Learn(per="parameter")},
+    )
+    target = torch.randn(count, count)
+    (found,) = torch.autograd.grad(inner([target], target), list(inner.parameters()))
+    start = torch.stack(list(model.parts)).detach()
+    grad = 4 * (start - target) ** 3
+    new = start - 0.01 * grad
+    assert_close([found], [(4 * (new - target) ** 3 * -grad).sum(1)])
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay"])
+@pytest.mark.parametrize("per", ["group", "parameter", ("element", "step")])
+def test_a_setting_that_starts_at_zero(name, per):
+    model = Lengths()
+    *train, val = batches(STEPS + 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares, learn={name: as_learn(per)})
+    expected = Lengths()
+    expected.load_state_dict(model.state_dict())
+    plain(expected, optim.SGD(expected.parameters(), lr=0.1), squares, train)
+    assert_close(inner.adapt(train).params.values(), expected.parameters())
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+# Which weights. ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_weights_in_the_optimizer(family):
+    """They stay where they are, and a setting of theirs has no influence."""
+    model = Lengths()
+    model.matrix.requires_grad_(False)
+    model.both.requires_grad_(False)
+    *train, val = batches(STEPS + 1)
+    inner = il.InnerLoop(
+        model, grouped(model, family), squares, learn={"init": True, "lr": il.Learn("parameter")}
+    )
+    expected = Lengths()
+    expected.load_state_dict(model.state_dict())
+    expected.matrix.requires_grad_(False)
+    expected.both.requires_grad_(False)
+    plain(expected, grouped(expected, family), squares, train)
+    adapted = inner.adapt(train)
+    assert_close(adapted.params.values(), expected.parameters())
+    assert torch.equal(adapted.params["matrix"], model.matrix)
+
+    moving = [p for p in inner.parameters() if p.requires_grad]
+    assert_derivative(lambda: inner(train, val), moving)
+    inner(train, val).backward()
+    still = [sum(GROUPS, ()).index(name) for name in ("matrix", "both")]
+    assert inner.settings["lr"].grad[still].tolist() == [0, 0]
+    assert inner.settings["lr"].grad.count_nonzero() == 4
+    assert model.matrix.grad is None
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+def test_only_the_head_is_trained(first_order):
+    """ANIL: the body is in no optimizer, and its initial weights are learned all the same."""
+    model = Net()
+    *train, val = batches(STEPS + 1)
+    inner = il.InnerLoop(
+        model,
+        optim.SGD(model.head.parameters(), lr=0.3),
+        squares,
+        learn=("init", "lr"),
+        first_order=first_order,
+    )
+    assert [name for name, _ in inner.named_parameters()] == [
+        *(f"model.{name}" for name, _ in model.named_parameters()),
+        "settings.lr",
+    ]
+    adapted = inner.adapt(train)
+    assert torch.equal(adapted.params["body.weight"], model.body.weight)
+    assert not torch.equal(adapted.params["head.weight"], model.head.weight)
+
+    lr = torch.tensor([0.3], requires_grad=True)
+    found = by_hand(
+        dict(model.named_parameters()),
+        lambda own, batch: squares(called(model, own), batch),
+        train,
+        lambda step, name: Sgd(lr),
+        trained=("head.weight", "head.bias"),
+        first_order=first_order,
+    )
+    leaves = [*model.parameters(), lr]
+    expected = torch.autograd.grad(squares(called(model, found), val), leaves)
+    assert_close(torch.autograd.grad(inner(train, val), list(inner.parameters())), expected, 1e-11)
+    if not first_order:
+        assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+# Names, mappings and what they give. --------------------------------------------------------------
+
+ALL = ["model.body.weight", "model.body.bias", "model.head.weight", "model.head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("learn", "names"),
+    [
+        ((), []),
+        ("init", ALL),
+        ("lr", ["settings.lr"]),
+        (["lr", "init"], [*ALL, "settings.lr"]),
+        ({"init": False, "lr": True}, ["settings.lr"]),
+        ({"init": il.Learn(), "lr": False}, ALL),
+        (
+            {"betas": il.Learn(transform="logit"), "eps": il.Learn("parameter")},
+            ["settings.betas", "settings.eps"],
+        ),
+        ({"lr": il.Learn("element")}, [f"settings.lr.{i}" for i in range(4)]),
+    ],
+    ids=str,
+)
+def test_parameters_are_what_is_learned(learn, names):
+    model = Net()
+    inner = il.InnerLoop(model, optim.Adam(model.parameters(), lr=0.01), squares, learn=learn)
+    assert [name for name, _ in inner.named_parameters()] == names
+    assert list(inner.state_dict()) == names
+    assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in inner.parameters())
+
+
+def test_a_set_of_names_and_the_default():
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    default = il.InnerLoop(model, optimizer, squares)
+    assert [name for name, _ in default.named_parameters()] == ALL
+    both = il.InnerLoop(model, optimizer, squares, learn={"init", "lr"})
+    assert [name for name, _ in both.named_parameters()] == [*ALL, "settings.lr"]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_hyper_is_in_natural_units(transform):
+    model = Lengths()
+    chosen = TRANSFORMS[transform][0]
+    learn = {
+        "lr": il.Learn(("parameter", "step"), steps=4, transform=chosen),
+        "betas": il.Learn("element", transform=chosen),
+    }
+    inner = il.InnerLoop(model, grouped(model, "Adam"), squares, learn=learn)
+    hyper = inner.hyper
+    assert hyper.keys() == {"lr", "betas"}
+    rates = torch.tensor([0.04] * 3 + [0.02] + [0.04 / 3] * 2)
+    assert_close([hyper["lr"]], [rates.expand(4, 6)])
+    assert_close(
+        hyper["betas"][3:5],
+        [torch.tensor([[0.49], [0.81]]), torch.tensor([[0.7**3] * 2, [0.9**3] * 2])],
+    )
+    assert not any(t.requires_grad for t in (hyper["lr"], *hyper["betas"]))
+
+
+def test_learn_is_a_value():
+    assert il.Learn("parameter") == il.Learn(per=("parameter",))
+    assert hash(il.Learn(("group", "step"), steps=2)) == hash(il.Learn(("group", "step"), 2))
+    with pytest.raises(AttributeError):
+        il.Learn().per = "step"
+    assert repr(il.Learn(transform="log")) == "Learn(per=('group',), steps=None, transform='log')"
+
+
+def test_steps_that_are_not_taken_have_no_influence():
+    model = Net()
+    inner = il.InnerLoop(
+        model,
+        optim.SGD(model.parameters(), lr=0.1),
+        squares,
+        learn={"lr": il.Learn("step", steps=4)},
+    )
+    *train, val = batches(3)
+    inner(train, val).backward()
+    assert inner.settings["lr"].grad.count_nonzero(0).tolist() == [2]
+    assert inner.settings["lr"].grad[2:].tolist() == [[0], [0]]
+
+
+# Refusals. --------------------------------------------------------------------------------------
+
+
+def never(model, batch):
+    raise AssertionError("work was done before the refusal")
+
+
+@pytest.mark.parametrize(
+    ("learn", "names"),
+    [
+        ("lrr", ["'lrr'", "lr, betas"]),
+        (("init", "learning_rate"), ["'learning_rate'"]),
+        ("momentum", ["'momentum'", "Adam"]),
+        (("amsgrad",), ["'amsgrad'", "discrete"]),
+        (("foreach",), ["'foreach'", "discrete"]),
+        (("params",), ["'params'"]),
+        (None, ["learn=None"]),
+        (5, ["learn=5"]),
+        (["init", 3], ["3"]),
+        ({3: True}, ["3"]),
+        ({"lr": None}, ["'lr'"]),
+        ({"lr": "log"}, ["'lr'", "'log'"]),
+        ({"lr": 0.1}, ["'lr'", "0.1"]),
+        ({"lr": il.Learn}, ["'lr'"]),
+        ({"init": il.Learn("element")}, ["'init'"]),
+        ({"init": il.Learn(transform="log")}, ["'init'"]),
+    ],
+    ids=str,
+)
+def test_wrong_names_and_mappings_are_refused(learn, names):
+    model = Net()
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    with refuses(*names, model=model, optimizer=optimizer):
+        il.InnerLoop(model, optimizer, never, learn=learn)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(per="layer"),
+        dict(per=("group", "parameter")),
+        dict(per=("step", "step"), steps=2),
+        dict(per=None),
+        dict(per=3),
+        dict(per=("group", 3)),
+        dict(per="step"),
+        dict(per=("parameter", "step")),
+        dict(steps=3),
+        dict(per="step", steps=0),
+        dict(per="step", steps=-1),
+        dict(per="step", steps=2.0),
+        dict(per="step", steps=True),
+        dict(per="step", steps="3"),
+        dict(transform="exp"),
+        dict(transform=3),
+        dict(transform=["log"]),
+        dict(transform=torch.exp),
+        dict(transform=(torch.exp,)),
+        dict(transform=("exp", "log")),
+        dict(transform=(torch.exp, torch.log, torch.log)),
+    ],
+    ids=str,
+)
+def test_wrong_ways_to_learn_are_refused(arguments):
+    with refuses("Learn("):
+        il.Learn(**arguments)
+
+
+OUT_OF_RANGE = {
+    "zero": (dict(lr=0.0), "lr", "log"),
+    "zero in softplus": (dict(lr=0.0), "lr", "softplus"),
+    "one in logit": (dict(lr=1.0), "lr", "logit"),
+    "above one in logit": (dict(lr=1.5), "lr", "logit"),
+    "no decay": (dict(weight_decay=0.0), "weight_decay", "log"),
+    "one of two": (dict(betas=(0.0, 0.9)), "betas", "logit"),
+    "not the inverse": (dict(lr=0.1), "lr", (torch.exp, torch.sqrt)),
+    "a number": (dict(lr=0.1), "lr", (torch.exp, lambda y: math.log(y))),
+    "another shape": (dict(lr=1.0), "lr", (torch.exp, lambda y: torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+def test_a_start_out_of_the_transforms_range_is_refused(case):
+    """Also one that a pair does not lead back to: the loop would start somewhere else."""
+    settings, name, transform = OUT_OF_RANGE[case]
+    model = Net()
+    optimizer = optim.Adam(model.parameters(), **settings)
+    with refuses(repr(name), model=model, optimizer=optimizer):
+        il.InnerLoop(model, optimizer, never, learn={name: il.Learn(transform=transform)})
+
+
+def test_the_component_out_of_range_is_shown():
+    model = Net()
+    optimizer = optim.Adam(model.parameters(), betas=(0.9, 0.0))
+    with refuses("'betas'", "the value 0."):
+        il.InnerLoop(model, optimizer, never, learn={"betas": il.Learn(transform="logit")})
+
+
+def test_a_setting_without_a_number_is_refused():
+    model = Net()
+    optimizer = optim.Adafactor(model.parameters())
+    assert optimizer.param_groups[0]["eps"][0] is None
+    with refuses("'eps'", "None", optimizer=optimizer):
+        il.InnerLoop(model, optimizer, never, learn=("eps",))
+
+
+@pytest.mark.parametrize("per", ["step", ("element", "step")])
+@pytest.mark.parametrize("backward", [il.Tape(), il.Remat()], ids=repr)
+def test_more_steps_than_values_are_refused_before_the_first(per, backward):
+    model = Net()
+    inner = il.InnerLoop(
+        model,
+        optim.SGD(model.parameters(), lr=0.1),
+        never,
+        learn={"lr": il.Learn(per, steps=2)},
+        backward=backward,
+    )
+    train = batches(3)
+    with refuses("'lr'", "2 steps", "steps=3", model=model):
+        inner(train, train[0])
+
+
+@pytest.mark.parametrize("value", [1e-9, 1e-3, 1.0, 40.0, 1e4])
+@pytest.mark.parametrize("name", ["log", "softplus"])
+def test_ranges_hold_small_and_large_values(name, value):
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=value)
+    inner = il.InnerLoop(model, optimizer, squares, learn={"lr": il.Learn(transform=name)})
+    assert math.isclose(inner.hyper["lr"].item(), value, rel_tol=1e-12)

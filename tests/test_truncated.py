@@ -1,0 +1,248 @@
+"""Truncation is a detached state: by hand, with every strategy inside, and from call to call."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import innerloop as il
+from inner_problems import LearnedLoss, Training, squares, training
+from problems import Net
+from strategies import assert_same
+
+WITHIN = [il.Tape(), il.Remat(), il.Remat(every=2), il.Binomial(1), il.Binomial(2), il.Forward()]
+each_within = pytest.mark.parametrize("within", WITHIN, ids=repr)
+NAMES = ["mlp", "dropout", "convolution", "lstm"]
+
+
+def cut(state: il.State) -> il.State:
+    """The state as constants, built anew by hand."""
+    params = {name: p.detach().clone() for name, p in state.params.items()}
+    buffers = {name: b.detach().clone() for name, b in state.buffers.items()}
+    opt = tuple(
+        block._replace(
+            slots={
+                name: slot.detach().clone() if isinstance(slot, Tensor) else slot
+                for name, slot in block.slots.items()
+            }
+        )
+        for block in state.opt
+    )
+    return il.State(params, buffers, opt, state.time)
+
+
+def by_hand(loop: Training, train: list[Any], k: int) -> tuple[il.State, Tensor]:
+    """All but the last k steps, the state detached, then the last k."""
+    first = max(len(train) - k, 0)
+    if first == 0:
+        return loop.unrolled(train, il.Tape())
+    state, early = loop.unrolled(train[:first], il.Tape())
+    state, late = il.unroll(loop.step, cut(state), loop.meta, train[first:])
+    return state, torch.cat([early.detach(), late])
+
+
+@each_within
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_truncated_is_truncation_by_detach(name: str, k: int, within: Any) -> None:
+    found = []
+    for truncated in (True, False):
+        torch.manual_seed(0)
+        loop, train, val = training(name)
+        train = [*train, *train[:2]]
+        if truncated:
+            state, losses = loop.unrolled(train, il.Truncated(k, within=within))
+        else:
+            state, losses = by_hand(loop, train, k)
+        assert state.time == len(train)
+        grads = loop.grads(loop.measured(state, val) + losses.sum())
+        found.append([*grads, losses, *state.params.values(), *state.buffers.values()])
+        if k < len(train):
+            assert all(not g.any() for g in grads[:-1])
+        assert grads[-1] != 0
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("within", WITHIN[:-1], ids=repr)
+def test_parameters_of_the_loss_and_learned_data(within: Any) -> None:
+    """Both act at every step; only the last two count."""
+    found = []
+    for truncated in (True, False):
+        torch.manual_seed(0)
+        model, loss = Net(), LearnedLoss()
+        weights = {n: p.detach().clone().requires_grad_() for n, p in loss.named_parameters()}
+        batches = [(torch.randn(4, 2), torch.randn(4, 1).requires_grad_()) for _ in range(4)]
+        rule, f = il.optim.sgd(lr=0.1, momentum=0.9), il.functional(model)
+        step, meta = il.inner_step(loss, rule, model), il.Meta(loss=weights)
+        start = il.State(f.params, {}, rule.init(f.params))
+        if truncated:
+            backward = il.Truncated(2, within=within)
+            state, _ = il.unroll(step, start, meta, batches, backward=backward)
+        else:
+            state, _ = il.unroll(step, start, meta, batches[:2])
+            state, _ = il.unroll(step, cut(state), meta, batches[2:])
+        value = squares(f.bind(state.params), [t.detach() for t in batches[0]])
+        leaves = [*weights.values(), *(y for _, y in batches)]
+        grads = torch.autograd.grad(value, leaves, materialize_grads=True)
+        assert [bool(g.any()) for g in grads[-4:]] == [False, False, True, True]
+        found.append(grads)
+    assert_same(*found)
+
+
+@each_within
+def test_what_the_optimizer_does_not_have_is_cut_too(within: Any) -> None:
+    """A weight that no step replaces is part of the state all the same."""
+
+    def step(state: Any, meta: Tensor, batch: Tensor) -> tuple[Any, Tensor]:
+        new = state["w"] - meta * torch.sin(state["w"] * state["still"] + batch)
+        return {"w": new, "still": state["still"]}, state["w"]
+
+    w, still, lr = (torch.tensor(v, requires_grad=True) for v in (0.3, 0.7, 0.2))
+    batches = list(torch.randn(4))
+    start = {"w": w, "still": still}
+    backward = il.Truncated(2, within=within)
+    state, _ = il.unroll(step, start, lr, batches, backward=backward)
+    total = state["w"] + state["still"]
+    grads = torch.autograd.grad(total, [w, still, lr], materialize_grads=True)
+
+    state, _ = il.unroll(step, start, lr, batches[:2])
+    cut_state = {name: t.detach() for name, t in state.items()}
+    state, _ = il.unroll(step, cut_state, lr, batches[2:])
+    total = state["w"] + state["still"]
+    assert_same(grads, torch.autograd.grad(total, [w, still, lr], materialize_grads=True))
+
+
+def test_early_steps_keep_no_graph() -> None:
+    """As many tensors are held for the backward whatever comes before the last step."""
+    loop, train, val = training()
+
+    def held_after(steps: int) -> int:
+        held = weakref.WeakSet()
+
+        class Held:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor = tensor
+                held.add(self)
+
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda h: h.tensor):
+            value = loop.value((train * 4)[:steps], val, il.Truncated(1))
+        assert value.requires_grad
+        return len(held)
+
+    assert held_after(2) == held_after(12) > 0
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, True, None, "3"])
+def test_a_wrong_count_is_refused(k: Any) -> None:
+    with pytest.raises(il.InnerLoopError, match=r"Truncated\(k="):
+        il.Truncated(k)
+
+
+@pytest.mark.parametrize("within", [il.Truncated(2), il.Tape, "tape", None], ids=str)
+def test_a_wrong_strategy_within_is_refused(within: Any) -> None:
+    with pytest.raises(il.InnerLoopError, match="within="):
+        il.Truncated(2, within=within)
+
+
+# From call to call. -----------------------------------------------------------------------------
+
+
+def online(backward: Any, name: str = "mlp", learn: Any = ("lr", "momentum")) -> Any:
+    torch.manual_seed(0)
+    loop, train, val = training(name)
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)
+    return (
+        il.InnerLoop(loop.model, optimizer, loop.loss, learn=learn, backward=backward),
+        train,
+        val,
+    )
+
+
+@pytest.mark.parametrize("within", WITHIN[:-1], ids=repr)
+@pytest.mark.parametrize("name", ["mlp", "convolution", "dropout"])
+def test_a_carried_state_goes_on_from_call_to_call(name: str, within: Any) -> None:
+    """Three calls of two steps: each a plain unroll from the detached state of the one before."""
+    inner, train, val = online(il.Truncated(2, within=within, carry=True), name)
+    batches = [*train, *train]
+    torch.manual_seed(1)
+    calls = []
+    for first in (0, 2, 4):
+        value = inner(batches[first : first + 2], val)
+        calls.append([value, *torch.autograd.grad(value, list(inner.parameters()))])
+
+    loop, _, _ = training(name)
+    loop = Training(inner.model, inner.loss)
+    lr, momentum = (inner.settings[n].detach().requires_grad_() for n in ("lr", "momentum"))
+    meta, state = il.Meta(opt={"lr": lr[0], "momentum": momentum[0]}), loop.start
+    torch.manual_seed(1)
+    for first, (value, *grads) in zip((0, 2, 4), calls, strict=True):
+        state, _ = il.unroll(loop.step, cut(state), meta, batches[first : first + 2])
+        expected = loop.measured(state, val)
+        assert_same([value], [expected])
+        # In the order of `learn`; a learned setting has one value for each group.
+        assert_same(grads, torch.autograd.grad(expected, [lr, momentum]))
+
+
+def test_the_model_and_its_optimizer_stay_as_they_are() -> None:
+    inner, train, val = online(il.Truncated(2, carry=True))
+    before = [p.clone() for p in inner.model.parameters()]
+    for _ in range(3):
+        inner(train[:2], val)
+    assert_same(inner.model.parameters(), before, 0)
+    assert not inner.optimizer.state
+
+
+def test_without_carry_every_call_starts_anew() -> None:
+    inner, train, val = online(il.Truncated(2))
+    assert torch.equal(inner(train[:2], val), inner(train[:2], val))
+    carrying, _, _ = online(il.Truncated(2, carry=True))
+    assert torch.equal(inner(train[:2], val), carrying(train[:2], val))
+    assert not torch.equal(inner(train[:2], val), carrying(train[:2], val))
+
+
+def test_restart_forgets_what_was_carried() -> None:
+    inner, train, val = online(il.Truncated(2, carry=True))
+    first = inner(train[:2], val)
+    inner(train[:2], val)
+    inner.restart()
+    assert torch.equal(inner(train[:2], val), first)
+
+
+def test_a_carried_state_has_no_history() -> None:
+    """The graph of one call can be freed before the next."""
+    inner, train, val = online(il.Truncated(3, carry=True))
+    for _ in range(3):
+        inner(train, val).backward()
+    assert all(p.grad is not None for p in inner.parameters())
+
+
+def test_adapt_goes_on_as_well() -> None:
+    inner, train, _ = online(il.Truncated(3, carry=True))
+    with torch.no_grad():
+        inner.adapt(train[:1])
+        twice = inner.adapt(train[1:])
+    plain, _, _ = online(il.Tape())
+    with torch.no_grad():
+        once = plain.adapt(train)
+    assert_same(twice.params.values(), once.params.values())
+
+
+def test_learning_the_initial_weights_through_a_cut_is_refused() -> None:
+    inner, train, val = online(il.Truncated(2), learn=("init", "lr"))
+    with pytest.raises(il.RequirementError, match="init"):
+        inner(train, val)
+    inner(train[:2], val).backward()
+    assert all(isinstance(p.grad, Tensor) for p in inner.parameters())
+
+
+class Untouched(nn.Module):
+    """Not a strategy."""
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    loop, train, _ = training()
+    for wrong in (il.Truncated, Untouched(), "remat", 3):
+        with pytest.raises(il.InnerLoopError, match="strategy"):
+            loop.unrolled(train, wrong)
