@@ -159,7 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=_PARTS, help="one part (default: all)")
     parser.add_argument("--steps", metavar="J,J,...", help="numbers of inner steps, as 1,2,5")
-    parser.add_argument("--max-seconds", type=float, default=900, help="per point (default: 900)")
+    parser.add_argument("--max-seconds", type=float, default=1800, help="per point (default: 1800)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="default: benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="tiny networks: does it run at all?")

@@ -89,38 +89,40 @@ def ratio_line(row: Ratio) -> str:
 
 # --- targets ----------------------------------------------------------------------------------
 
-_FLAT, _BINOMIAL, _LESS = 1.2, 1.5, 10.0
+Key = tuple[str, int]  # side and number of steps
 
 
 def _quotient(
+    text: str,
     points: Sequence[Point],
-    top: tuple[str, str, int],
-    bottom: tuple[str, str, int],
-    without_states: bool = False,
-) -> float | None:
-    """Extra memory of one point over that of another; `without_states`: less J x parameters."""
-    found = {(p.problem, p.side, p.steps): p for p in points}
-    values = []
-    for key in (top, bottom):
-        if key not in found or found[key].extra is None:
-            return None
-        states = found[key].steps * found[key].parameters if without_states else 0
-        values.append((found[key].extra or 0.0) - states)
-    return values[0] / values[1]
+    top: Key,
+    bottom: Key,
+    limit: float,
+    at_most: bool = True,
+    states: bool = True,
+) -> Target:
+    """Memory of one point over that of another; without `states`, less J x parameters each."""
+    found = {(p.side, p.steps): p for p in points if not p.note}
+    if top not in found or bottom not in found:
+        return Target(text, None, limit, at_most)
+    kept = [0 if states else key[1] * found[key].parameters for key in (top, bottom)]
+    value, defaults = (
+        (getattr(found[top], field) - kept[0]) / (getattr(found[bottom], field) - kept[1])
+        for field in ("extra", "extra_defaults")
+    )
+    return Target(text, value, limit, at_most, f"with glibc's defaults {defaults:.3f}")
 
 
 def memory_targets(problem: str, points: Sequence[Point]) -> list[Target]:
-    remat, binomial = (problem, "Remat"), (problem, "Binomial(8)")
-    flat = _quotient(points, (*remat, 200), (*remat, 2), without_states=True)
-    fixed = _quotient(points, (*binomial, 200), (*binomial, 8))
+    flat = f"{problem}: Remat, memory less J x parameters, J = 200 / J = 2"
+    fixed = f"{problem}: Binomial(8), memory, J = 200 / J = 8"
+    less = f"{problem}: memory at J = 50, higher / Remat"
     targets = [
-        Target(f"{problem}: Remat, memory less J x parameters, J = 200 / J = 2", flat, _FLAT),
-        Target(f"{problem}: Binomial(8), memory, J = 200 / J = 8", fixed, _BINOMIAL),
+        _quotient(flat, points, ("Remat", 200), ("Remat", 2), 1.2, states=False),
+        _quotient(fixed, points, ("Binomial(8)", 200), ("Binomial(8)", 8), 1.5),
     ]
     if problem.endswith("gpt"):
-        less = _quotient(points, (problem, "higher", 50), (*remat, 50))
-        text = f"{problem}: memory at J = 50, higher / Remat"
-        targets.append(Target(text, less, _LESS, at_most=False))
+        targets.append(_quotient(less, points, ("higher", 50), ("Remat", 50), 10.0, at_most=False))
     return targets
 
 
@@ -132,13 +134,14 @@ def ratio_target(row: Ratio, limit: float) -> Target:
 
 def auto_target(point: Point) -> Target:
     text = f"{point.problem}: {point.side} at J = {point.steps}, memory / budget"
-    if point.auto is None or point.extra is None:
+    if point.auto is None or point.extra is None or point.extra_defaults is None:
         return Target(text, None, 1.0, detail=point.note)
-    chosen = f"{point.auto['strategy']}, forecast {point.auto['forecast'] / 1e6:.0f} MB"
-    detail = f"{chosen}, measured {point.extra / 1e6:.0f}"
-    if point.extra_defaults is not None:
-        detail += f", with glibc's defaults {point.extra_defaults / 1e6:.0f}"
-    return Target(text, point.extra / point.auto["budget"], 1.0, detail=detail)
+    budget, forecast = point.auto["budget"], point.auto["forecast"]
+    detail = (
+        f"with glibc's defaults {point.extra_defaults / budget:.3f}; {point.auto['strategy']}, "
+        f"forecast {forecast / 1e6:.0f} MB, measured {point.extra / 1e6:.0f} MB"
+    )
+    return Target(text, point.extra / budget, 1.0, detail=detail)
 
 
 def target_line(target: Target) -> str:

@@ -8,13 +8,15 @@ import griffe
 _DOCTEST = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.MULTILINE)
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr):`~?([^`]+)`")
 _MATH = re.compile(r":math:`([^`]+)`")
+_COST = re.compile(r"^(Memory|Time|Exact): +", re.MULTILINE)
 _LITERAL = re.compile(r"::\n\n((?:(?: {4}.*)?\n?)+)")
 
 
 def to_markdown(text: str) -> str:
-    """Fence doctests and literal blocks; turn roles into code."""
+    """Fence doctests and literal blocks; turn roles into code, costs of strategies into a list."""
     text = _DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", text)
     text = _MATH.sub(r"*\1*", _ROLE.sub(r"`\1`", text))
+    text = _COST.sub(r"- **\1:** ", text)
     return _LITERAL.sub(lambda found: f":\n\n{found[1]}", text)
 
 

@@ -27,7 +27,8 @@ SAME = 1e-10
 
 def apart(actual: Tensor, expected: Tensor) -> float:
     """The distance over the norm of `expected`; 0 where both are 0, not finite where one is not."""
-    actual, expected = (t.detach().to(torch.float64) for t in (actual, expected))
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = (t.detach().to(wide) for t in (actual, expected))
     gap = (actual - expected).norm()
     return 0.0 if gap == 0 else (gap / expected.norm()).item()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import innerloop as il
 from inner_problems import Training, squares, training
 from problems import Net, central_difference, flat
-from strategies import EXACT, apart, assert_right_or_refused, assert_same
+from strategies import ALL, EXACT, apart, assert_right_or_refused, assert_same
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -192,11 +192,13 @@ class Outcome(NamedTuple):
     loop: Training
 
 
-def outcome(kind: str, leaves: list[Tensor], backward: Any) -> Outcome:
+def outcome(kind: str, leaves: list[Tensor], backward: Any, alone: bool = False) -> Outcome:
     """A training with the loss of a row, measured by another one and by all outputs."""
     torch.manual_seed(0)
     plain, train, val = training()
     loop = Training(plain.model, KINDS[kind](*leaves))
+    for leaf in loop.leaves:
+        leaf.requires_grad_(not alone)
     batches = [(time, *batch) for time, batch in enumerate(train)]
     state, outs = loop.unrolled(batches, backward)
     value = squares(loop.f.bind(state.params), val)
@@ -230,6 +232,19 @@ def test_tape_is_finite_differences(kind: str) -> None:
 def test_a_loss_that_closes_over_a_tensor(kind: str, backward: Any) -> None:
     expected = gradients(kind, il.Tape())
     assert_right_or_refused(lambda: gradients(kind, backward), expected, "scale")
+
+
+@each_kind
+@pytest.mark.parametrize("backward", ALL, ids=repr)
+def test_a_loss_that_closes_over_the_only_tensor_to_learn(kind: str, backward: Any) -> None:
+    """With nothing else to differentiate by, among what the steps are given."""
+
+    def gradient() -> list[Tensor]:
+        leaves = leaves_of(kind)
+        return list(torch.autograd.grad(outcome(kind, leaves, backward, True).value, leaves))
+
+    expected = gradients(kind, il.Tape())
+    assert_right_or_refused(gradient, expected[-len(leaves_of(kind)) :], "scale")
 
 
 @pytest.mark.parametrize("kind", ["leaf", "parameters_of_a_module", "another_leaf_at_each_step"])
@@ -370,6 +385,24 @@ def test_a_loss_that_calls_a_model_from_outside(backward: Any) -> None:
     assert_right_or_refused(lambda: gradient(backward), gradient(il.Tape()), "scale")
 
 
+@each_exact
+def test_random_numbers_are_replayed_beside_a_closed_over_tensor(backward: Any) -> None:
+    """What was computed before is followed in another way, also at the last step."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training("dropout")
+        root = torch.tensor(0.4, requires_grad=True)
+        scale = root.exp()
+        loop = Training(plain.model, lambda model, batch: scale * squares(model, batch))
+        state, losses = loop.unrolled(train, strategy)
+        value = squares(loop.f.bind(state.params), val) + losses.sum()
+        torch.rand(3)
+        return loop.grads(value, root)
+
+    assert_right_or_refused(lambda: gradient(backward), gradient(il.Tape()), "scale")
+
+
 # What is closed over and changes. ---------------------------------------------------------------
 
 
@@ -387,3 +420,26 @@ def test_a_closed_over_tensor_changed_in_place_is_noticed_or_harmless(
     except (RuntimeError, il.InnerLoopError):
         return
     assert_same(actual, gradients(kind, il.Tape()))
+
+
+@each_exact
+def test_a_change_that_no_value_shows_is_noticed_or_harmless(backward: Any) -> None:
+    """The elements of a closed-over tensor in another order, of which the loss takes the norm."""
+
+    def gradient(change: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+        scale = torch.tensor([0.5, 1.5], requires_grad=True)
+        loop = Training(plain.model, lambda model, b: scale.square().sum() * squares(model, b))
+        state, _ = loop.unrolled(train, backward if change else il.Tape())
+        value = squares(loop.f.bind(state.params), val)
+        if change:
+            with torch.no_grad():
+                scale.copy_(scale.flip(0).clone())
+        return loop.grads(value, scale)
+
+    try:
+        actual = gradient(change=True)
+    except (RuntimeError, il.InnerLoopError):
+        return
+    assert_same(actual, gradient(change=False))

@@ -356,22 +356,89 @@ def test_a_graph_of_the_gradient_needs_the_tape() -> None:
 
 
 @each_solver
-def test_learned_data_gets_its_gradient_or_an_error(solver: str) -> None:
-    """w = mean of the data under ½ ‖w - y‖², so dL/dy = ∇L / n."""
+def test_learned_data(solver: str) -> None:
+    """w = mean of the data under ‖w - y‖², so dL/dy = ∇L / n."""
     y = torch.randn(5, 3, requires_grad=True)
+    state = converged(
+        lambda w, y: (w - y).square().mean(0).sum(),
+        torch.zeros(3),
+        il.Meta(),
+        [y] * STEPS,
+        implicit(solver),
+    )
+    expected = (2 * y.detach().mean(0) / 5).expand(5, 3)
+    assert_same(torch.autograd.grad(state.params.square().sum(), y), [expected])
 
-    def gradient(backward: Any) -> Any:
-        state = converged(
-            lambda w, y: (w - y).square().mean(0).sum(),
-            torch.zeros(3),
-            il.Meta(),
-            [y] * 60,
-            backward,
+
+def test_losses_on_the_way_are_refused() -> None:
+    """They depend on φ at every step, not only at the last."""
+    given, rule = Quadratic(), il.optim.sgd(lr=0.4)
+    start = il.State(given.start, opt=rule.init(given.start))
+    step = il.inner_step(given.loss, rule)
+    state, losses = il.unroll(step, start, given.meta, [1.0] * STEPS, backward=il.Implicit())
+    with pytest.raises(il.RequirementError, match="outputs"):
+        torch.autograd.grad(given.measured(state.params["w"]) + losses.sum(), given.phi)
+
+
+@pytest.mark.parametrize("changed", ["batch", "phi"])
+def test_a_change_in_place_is_refused_or_harmless(changed: str) -> None:
+    phi, batch = torch.tensor(0.5, requires_grad=True), torch.tensor([2.0, 1.0])
+    meta = il.Meta(loss={"phi": phi})
+
+    def loss(w: Tensor, batch: Tensor, parts: Any) -> Tensor:
+        return (batch * (w - parts["phi"]) ** 2 + w**4 / 4).sum()
+
+    rule = il.optim.sgd(lr=0.1)
+    found = []
+    for change in (False, True):
+        state = converged(loss, torch.zeros(2), meta, [batch] * STEPS, implicit("cg"), rule)
+        value = state.params.sum()
+        with torch.no_grad():
+            if change:
+                (batch if changed == "batch" else phi).mul_(3)
+        try:
+            found.append(torch.autograd.grad(value, phi))
+        except (RuntimeError, il.InnerLoopError):
+            assert change
+            return
+    assert_same(*found)
+
+
+@each_solver
+def test_a_weight_that_no_optimizer_has_gets_its_gradient_or_an_error(solver: str) -> None:
+    """It acts on the training as a parameter of the loss does, and on the measurement itself."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fixed = nn.Parameter(torch.tensor([2.0, 3.0]))
+            self.moving = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    model = Partly()
+    leaves = list(model.parameters())
+
+    def fit(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model.fixed * model.moving - batch).square().sum()
+
+    def pulled(model: nn.Module, batch: Tensor) -> Tensor:
+        return fit(model, batch) + (model.moving - leaves[1]).square().sum()
+
+    def gradient(backward: Any, loss: Any) -> Any:
+        optimizer = torch.optim.SGD([model.moving], lr=0.05)
+        inner = il.InnerLoop(
+            model,
+            optimizer,
+            loss,
+            learn=("init",),
+            backward=backward,
+            val_loss=lambda model, val: (model.moving**2).sum() + (model.fixed**2).sum(),
         )
-        return torch.autograd.grad(state.params.square().sum(), y, materialize_grads=True)
+        value = inner([torch.tensor([0.5, -1.0])] * STEPS, None)
+        return torch.autograd.grad(value, leaves, materialize_grads=True)
 
-    expected = (2 * y.mean(0) / 5).expand(5, 3)
-    assert_right_or_refused(lambda: gradient(implicit(solver)), [expected.detach()], "batch")
+    assert_right_or_refused(
+        lambda: gradient(implicit(solver, proximal=2.0), fit), gradient(il.Tape(), pulled), "fixed"
+    )
 
 
 @each_solver

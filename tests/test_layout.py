@@ -26,7 +26,7 @@ ALLOWED = {
     "_rebind": set(),
     "functional": FOUNDATIONS | {"_kernels", "_rebind"},
     "optim": FOUNDATIONS,
-    "_ambient": set(),
+    "_ambient": {"errors"},
     "_captured": FOUNDATIONS,
     "_gradient": {"errors"},
     "_linear": set(),

@@ -139,8 +139,18 @@ def perturb(parameters):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("per", PER, ids=shown)
+@pytest.mark.parametrize(("family", "name"), [("SGD", "lr"), ("Adam", "betas")])
+def test_every_granularity_and_range(family, name, per, transform):
+    assert_as_by_hand(family, name, per, transform)
+
+
+@pytest.mark.parametrize("per", PER, ids=shown)
 @pytest.mark.parametrize(("family", "name"), SETTINGS)
-def test_every_setting_granularity_and_range(family, name, per, transform):
+def test_every_setting_and_granularity(family, name, per):
+    assert_as_by_hand(family, name, per, "log")
+
+
+def assert_as_by_hand(family, name, per, transform):
     model = Lengths()
     *train, val = batches(STEPS + 1)
     optimizer = grouped(model, family)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import innerloop as il
 from inner_problems import Training, squares, training
-from strategies import ALL, EXACT, assert_same
+from strategies import ALL, EXACT, REVERSE, assert_same
 
 each_strategy = pytest.mark.parametrize("backward", ALL, ids=repr)
 each_exact = pytest.mark.parametrize("backward", EXACT, ids=repr)
@@ -62,6 +62,17 @@ def test_every_step_has_its_own_random_numbers(backward: Any) -> None:
         assert len(set(losses.tolist())) == 5
         found.append(loop.grads(loop.measured(state, val)))
     assert_same(*found)
+
+
+FOR_TASKS = [strategy.for_tasks(2) for strategy in (il.Remat(), il.Remat(every=2), il.Binomial(2))]
+
+
+@pytest.mark.parametrize("backward", FOR_TASKS, ids=repr)
+@pytest.mark.parametrize("name", ["mlp", "convolution", "dropout"])
+def test_for_several_tasks_no_graph_is_made_ahead(name: str, backward: Any) -> None:
+    """Then the last step is computed again like the others, with its own random numbers."""
+    changed = gradients(name, backward, lambda: torch.manual_seed(99))
+    assert_same(changed, gradients(name, il.Tape()))
 
 
 # Buffers. ---------------------------------------------------------------------------------------
@@ -238,6 +249,27 @@ def test_a_change_in_place_is_refused_or_harmless(change: Any, backward: Any) ->
     except (RuntimeError, il.InnerLoopError):
         return
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("backward", REVERSE, ids=repr)
+def test_a_change_that_no_value_shows_is_refused_or_harmless(backward: Any) -> None:
+    """Learned data in another order: the same losses, but each row's gradient at another place."""
+    found = []
+    for change in (False, True):
+        torch.manual_seed(0)
+        loop, train, val = training()
+        x, y = train[0][0], train[0][1].requires_grad_()
+        value = loop.value(train, val, backward)
+        if change:
+            with torch.no_grad():
+                x.copy_(x.flip(0).clone())
+                y.copy_(y.flip(0).clone())
+        try:
+            found.append(loop.grads(value, y))
+        except (RuntimeError, il.InnerLoopError):
+            assert change
+            return
+    assert_same(*found)
 
 
 @each_strategy

@@ -146,6 +146,13 @@ def test_remat_takes_every_step_once_more_but_the_last(steps: int) -> None:
     assert after == list(reversed(range(steps - 1)))
 
 
+def test_for_several_tasks_the_last_step_is_taken_once_more_as_well() -> None:
+    """Its graph would otherwise be held for every task at once."""
+    before, after = visits(5, il.Remat().for_tasks(2))
+    assert before == [0, 1, 2, 3, 4]
+    assert after == [4, 3, 2, 1, 0]
+
+
 @pytest.mark.parametrize("steps", [1, 2, 4, 5, 10, 23])
 def test_remat_in_segments_takes_every_segment_once_more_but_the_last(steps: int) -> None:
     before, after = visits(steps, il.Remat(every=4))

@@ -291,6 +291,44 @@ def test_strategy_is_the_tape(case: Case, backward: Any) -> None:
     assert_same(actual.buffers.values(), tape.buffers.values())
 
 
+@each_case
+def test_inner_loop_is_the_tape(case: Case) -> None:
+    """The module over the same parts, its meta-parameters in the place of the leaves."""
+    given = ready(case)
+    learned = [n for n in choices(*case[:2]) if case.learn in (n, "everything")]
+    inner = il.InnerLoop(
+        given.built.model,
+        given.optimizer,
+        given.built.loss,
+        learn=tuple(n for n in learned if n not in ("loss", "everything")),
+        backward=il.Remat(),
+        val_loss=given.problem.val_loss,
+    )
+    torch.manual_seed(1)
+    value = inner(given.train, given.built.val)
+    tape = by_tape(case)
+    assert_same([value], [tape.value])
+    owned = phi(inner)
+    moving = {name: grad for name, grad in tape.grads.items() if name in owned}
+    frozen = {f"init {n}" for n, p in given.built.model.named_parameters() if not p.requires_grad}
+    assert tape.grads.keys() - moving.keys() <= frozen
+    leaves = [owned[name] for name in moving]
+    grads = torch.autograd.grad(value, leaves, materialize_grads=True)
+    found = [g.reshape(e.shape) for g, e in zip(grads, moving.values(), strict=True)]
+    assert_same(found, moving.values())
+
+
+def phi(inner: il.InnerLoop) -> dict[str, Tensor]:
+    """The meta-parameters of a loop under the names of the table."""
+    prefixes = {"model.": "init ", "settings.": "", "loss.": "loss "}
+    return {
+        prefixes[whole[: len(name)]] + whole.removeprefix(name): p
+        for whole, p in inner.named_parameters()
+        for name in prefixes
+        if whole.startswith(name) and p.requires_grad
+    }
+
+
 # The quadratic by hand. -------------------------------------------------------------------------
 
 

@@ -37,8 +37,7 @@ def built(make_model=Net, make=optim.SGD, loss=squares, warm=0, **options):
 @pytest.mark.parametrize(
     "backward", [il.Tape(), il.Remat(), il.Binomial(1), il.Forward(), il.Truncated(9)], ids=repr
 )
-@pytest.mark.parametrize("make", [optim.SGD, optim.Adam])
-@pytest.mark.parametrize("make_model", [Net, normed])
+@pytest.mark.parametrize(("make_model", "make"), [(Net, optim.SGD), (normed, optim.Adam)])
 def test_every_task_is_the_single_call(make_model, make, backward):
     inner, train, val = built(make_model, make, warm=2, backward=backward)
     together = inner(train, val, tasks=True)

@@ -113,6 +113,28 @@ def test_outputs_by_finite_differences(backward: Any) -> None:
     assert apart(actual, central_difference(total, lr, 1e-4)) < 1e-6
 
 
+@each_exact
+def test_ragged_outputs(backward: Any) -> None:
+    """A last batch that is smaller: outputs that cannot be stacked are listed."""
+
+    def step(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
+        found = batch @ state
+        new = state - meta * torch.sin(found).mean() * state
+        return new, {"found": found, "count": len(batch), "nothing": None, "sum": found.sum()}
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        state, lr = torch.randn(2, requires_grad=True), torch.tensor(0.2, requires_grad=True)
+        batches = [torch.randn(3, 2), torch.randn(3, 2), torch.randn(1, 2)]
+        last, outs = il.unroll(step, state, lr, batches, backward=strategy)
+        assert [len(f) for f in outs["found"]] == list(outs["count"]) == [3, 3, 1]
+        total = sum((k + 1) * f.square().sum() for k, f in enumerate(outs["found"]))
+        total = total + last.sum() + outs["sum"].prod()
+        found.append(torch.autograd.grad(total, [state, lr]))
+    assert_same(*found)
+
+
 # Own steps and own states. ----------------------------------------------------------------------
 
 
@@ -236,6 +258,46 @@ def test_one_tensor_in_several_places(backward: Any) -> None:
 
 
 @each_exact
+def test_complex_leaves(backward: Any) -> None:
+    def step(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return state - meta * (state.abs() ** 2 * state + batch * state.conj()), (
+            state * batch
+        ).abs()
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        state = torch.randn(3, dtype=torch.complex128, requires_grad=True)
+        lr = torch.tensor(0.2, requires_grad=True)
+        batches = list(torch.randn(3, 3, dtype=torch.complex128))
+        last, outs = il.unroll(step, state, lr, batches, backward=strategy)
+        value = last.abs().square().sum() + 2 * last.real.sum() + last.imag.sum() + outs.sum()
+        found.append(torch.autograd.grad(value, [state, lr]))
+    assert_same(*found)
+
+
+@each_exact
+def test_views_and_zero_size_leaves(backward: Any) -> None:
+    """Transposed and expanded tensors in the state, and one without elements."""
+
+    def step(state: Any, meta: Tensor, batch: Tensor) -> tuple[Any, Tensor]:
+        w, e = state["w"], state["e"]
+        new = {"w": w - meta * torch.sin(w * e), "e": e * batch, "none": state["none"] * 2}
+        return new, w.sum() + state["none"].sum()
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        w, e, none = (torch.randn(shape, requires_grad=True) for shape in ((3, 2), (1, 3), (0, 2)))
+        lr = torch.tensor(0.2, requires_grad=True)
+        start = {"w": w.t(), "e": e.expand(2, 3), "none": none}
+        last, outs = il.unroll(step, start, lr, list(torch.randn(3)), backward=strategy)
+        value = sum(t.sum() for t in last.values()) + outs.square().sum()
+        found.append(torch.autograd.grad(value, [w, e, none, lr]))
+    assert_same(*found)
+
+
+@each_exact
 def test_a_state_that_has_a_history(backward: Any) -> None:
     """Not leaves but results: the gradient goes on to what they were computed from."""
     found = []
@@ -353,6 +415,92 @@ def test_optimizer_state_that_requires_grad(backward: Any) -> None:
         state, _ = il.unroll(loop.step, start, loop.meta, train, backward=strategy)
         found.append(loop.grads(loop.measured(state, val), momentum))
     assert_same(*found)
+
+
+@each_exact
+def test_a_warm_optimizer_with_groups(backward: Any) -> None:
+    """Counts of steps in its state, and a rate for each group; betas for both."""
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training()
+        groups = [{"params": list(layer.parameters())} for layer in loop.model.children()]
+        optimizer = torch.optim.Adam(groups, lr=0.05)
+        for batch in train:
+            optimizer.zero_grad()
+            loop.loss(loop.model, batch).backward()
+            optimizer.step()
+        rule = il.optim.from_torch(optimizer, loop.f.params)
+        params = {n: p.detach().requires_grad_() for n, p in loop.f.params.items()}
+        rates = [torch.tensor(v, requires_grad=True) for v in (0.05, 0.02)]
+        betas = torch.tensor([0.9, 0.99], requires_grad=True)
+        step = il.inner_step(loop.loss, rule, loop.model)
+        start = il.State(params, {}, rule.init(params))
+        meta = il.Meta(opt={"lr": rates, "betas": betas})
+        state, losses = il.unroll(step, start, meta, train, backward=strategy)
+        value = loop.measured(state, val) + losses.sum()
+        found.append(torch.autograd.grad(value, [*params.values(), *rates, betas]))
+    assert_same(*found)
+
+
+@each_exact
+def test_a_rate_for_each_element(backward: Any) -> None:
+    found = []
+    for strategy in (backward, il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training()
+        rates = [(0.2 * torch.rand(p.shape)).requires_grad_() for p in loop.params.values()]
+        meta = il.Meta(opt={"lr": [rates]})
+        state, losses = il.unroll(loop.step, loop.start, meta, train, backward=strategy)
+        value = loop.measured(state, val) + losses.sum()
+        found.append(torch.autograd.grad(value, [*loop.params.values(), *rates]))
+    assert_same(*found)
+
+
+@each_strategy
+def test_nothing_but_what_was_asked_for_gets_a_gradient(backward: Any) -> None:
+    """`.grad` of the model, of the leaves, and of the batches stays empty."""
+    loop, train, val = training()
+    torch.autograd.grad(loop.value(train, val, backward), [loop.lr])
+    tensors = [*loop.model.parameters(), *loop.leaves, *(t for batch in train for t in batch)]
+    assert all(t.grad is None for t in tensors)
+
+
+# Loops inside of steps. -------------------------------------------------------------------------
+
+
+def nested(outer: Any, inner: Any) -> list[Tensor]:
+    """The loss of a step is what another training, of two steps, ends with."""
+    torch.manual_seed(0)
+    weights, lr = torch.randn(2, requires_grad=True), torch.tensor(0.2, requires_grad=True)
+    inside = il.optim.sgd(lr=0.1)
+    inner_step = il.inner_step(lambda p, b, parts: ((p - b) ** 2 * parts["c"]).sum(), inside)
+
+    def loss(params: Tensor, batch: Tensor, parts: Any) -> Tensor:
+        start = il.State(batch.clone(), opt=inside.init(batch))
+        meta = il.Meta(opt={"lr": parts["lr"]}, loss={"c": params.exp()})
+        batches = [torch.zeros(2), torch.ones(2)]
+        state, _ = il.unroll(inner_step, start, meta, batches, backward=inner)
+        return (state.params - 1).square().sum()
+
+    rule = il.optim.sgd(lr=0.3, momentum=0.5)
+    step, start = il.inner_step(loss, rule), il.State(weights, opt=rule.init(weights))
+    batches = list(torch.randn(3, 2))
+    meta = il.Meta(loss={"lr": lr})
+    state, losses = il.unroll(step, start, meta, batches, backward=outer)
+    value = state.params.sum() + losses.sum()
+    return list(torch.autograd.grad(value, [weights, lr]))
+
+
+@each_exact
+def test_a_tape_inside_of_any_strategy(backward: Any) -> None:
+    assert_same(nested(backward, il.Tape()), nested(il.Tape(), il.Tape()))
+
+
+@each_exact
+def test_any_strategy_inside_of_a_tape_is_right_or_refused(backward: Any) -> None:
+    expected = nested(il.Tape(), il.Tape())
+    assert_right_or_refused(lambda: nested(il.Tape(), backward), expected, "Tape")
 
 
 # First order. -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from innerloop.backward import Tape as Tape
 from innerloop.backward import Truncated as Truncated
 from innerloop.clipping import clip_norm as clip_norm
 from innerloop.clipping import clip_value as clip_value
+from innerloop.diagnose import diagnose as diagnose
 from innerloop.diffopt import DifferentiableOptimizer as DifferentiableOptimizer
 from innerloop.eager import apply_trainable_opt_params as apply_trainable_opt_params
 from innerloop.eager import create_diff_optim as create_diff_optim
@@ -26,6 +27,7 @@ from innerloop.functional import functional as functional
 from innerloop.inner_loop import InnerLoop as InnerLoop
 from innerloop.learn import Learn as Learn
 from innerloop.meta_update import meta_update as meta_update
+from innerloop.plot import plot_unroll as plot_unroll
 from innerloop.step import Meta as Meta
 from innerloop.step import State as State
 from innerloop.step import inner_step as inner_step

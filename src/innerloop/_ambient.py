@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from innerloop.errors import InnerLoopError, four_part
+
 Devices = tuple[torch.device, ...]
 
 
@@ -16,6 +18,33 @@ def devices_of(leaves: Iterable[Any]) -> Devices:
     """The accelerators on which some tensors live; they have random numbers of their own."""
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     return tuple(device for device in found if device.type not in ("cpu", "meta"))
+
+
+class Unwritten:
+    """Tensors that must not be written to in place before a backward has used them."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+
+    def add(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                self._versions.setdefault(id(leaf), (leaf, leaf._version))
+
+    def check(self) -> None:
+        """Raise an error if one was written to since it was added."""
+        for tensor, version in self._versions.values():
+            if tensor._version != version:
+                raise InnerLoopError(
+                    four_part(
+                        f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of "
+                        "a batch) was written to in place between the forward and the backward.",
+                        "the values the inner loop ran with.",
+                        "the backward computes its steps a second time from them.",
+                        "backward() before optimizer.step() or before reusing a buffer, or a "
+                        ".clone() of what is overwritten.",
+                    )
+                )
 
 
 class Randomness:

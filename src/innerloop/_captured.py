@@ -117,6 +117,26 @@ def strangers(
     return list(leaves.values()), nodes
 
 
+def reaches(output: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Whether a graph leads from ``output`` to one of some tensors."""
+    wanted = [t for t in tensors if t.requires_grad]
+    leaves = {id(t) for t in wanted}
+    nodes = {t.grad_fn for t in wanted if t.grad_fn is not None}
+    if id(output) in leaves:
+        return True
+    seen: set[Any] = set()
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes or id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
 def refuse(
     outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int, roots: Sequence[Any]
 ) -> None:

@@ -43,7 +43,8 @@ def check_loss(loss: Any) -> None:
                 "a finite loss.",
                 "every weight would be NaN after this step.",
                 "a smaller learning rate, clipped gradients (grad_callback= or grad_transform=), "
-                "or check the input for NaN.",
+                "learned settings kept in their range (Learn(transform=...)), or check the input "
+                "for NaN.",
             )
         )
 

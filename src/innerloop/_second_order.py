@@ -32,8 +32,8 @@ _REMEDIES = {
     "embedding_bag": "torch.nn.Embedding and a sum or mean of its output.",
 }
 _OTHERWISE = (
-    "the same operation composed of differentiable ones, or innerloop_ctx(..., first_order=True) "
-    "to do without second derivatives."
+    "the same operation composed of differentiable ones, or first_order=True (of innerloop_ctx or "
+    "InnerLoop) to do without second derivatives."
 )
 
 

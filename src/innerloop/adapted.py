@@ -13,7 +13,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim._from_torch import family_of
-from innerloop.step import State
+from innerloop.step import State, buffers_of
 from innerloop.tasks import count, sliced
 
 
@@ -24,9 +24,12 @@ class Adapted:
     methods are those of the model with these weights.
     """
 
-    def __init__(self, template: Template, rule: Any, state: State, outs: Any) -> None:
+    def __init__(
+        self, template: Template, rule: Any, state: State, outs: Any, loss: Any = None
+    ) -> None:
         self.state = state
-        self.module: nn.Module = template.bind(state.params, state.buffers)
+        self._loss = loss
+        self.module: nn.Module = template.bind(state.params, buffers_of("", state.buffers))
         """The model with the final weights, as a module."""
         self._rule = rule
         self._outs = outs
@@ -47,7 +50,7 @@ class Adapted:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The final buffers by name."""
-        return dict(self.state.buffers)
+        return buffers_of("", self.state.buffers)
 
     @property
     def opt_state(self) -> Any:
@@ -75,14 +78,14 @@ class Adapted:
             raise InnerLoopError(_not_alike(f"a {type(model).__name__}"))
         targets, buffers = functional(model).params, functional(model).buffers
         _check_alike(targets, self.state.params)
-        _check_alike(buffers, self.state.buffers)
+        _check_alike(buffers, self.buffers)
         if optimizer is not None:
             self._check_optimizer(optimizer, targets)
             self._rule.write_to(optimizer, self.state.opt)
         with torch.no_grad():
             for name, value in self.state.params.items():
                 targets[name].copy_(value)
-            for name, value in self.state.buffers.items():
+            for name, value in self.buffers.items():
                 buffers[name].copy_(value)
 
     def _check_optimizer(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:

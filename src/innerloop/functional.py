@@ -78,6 +78,7 @@ class Template:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.source = module
         self.params = dict(named_parameters(module))
         self.buffers = dict(_named(module, "_buffers"))
         sources = survey(module)
@@ -384,6 +385,8 @@ class Exact(nn.Module):
 @functools.cache
 def exact_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class itself, or one like it whose methods use kernels with second derivatives."""
+    if issubclass(kind, Exact):
+        return kind
     methods = exact_methods(kind)
     return derived(kind, Exact, methods) if methods else kind
 

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop import tasks as _tasks
+from innerloop._captured import reaches
 from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
@@ -21,7 +23,7 @@ from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
 from innerloop.schedules import Factors, check_schedule, rebase, start_values
-from innerloop.step import InnerStep, Meta, State, inner_step
+from innerloop.step import InnerStep, Meta, State, buffers_of, inner_step
 from innerloop.unroll import as_batches, check_strategy, unroll
 
 
@@ -85,11 +87,13 @@ class InnerLoop(nn.Module):
             self.__dict__["model"] = model
         self.optimizer = optimizer
         self.loss = loss
-        self.val_loss = val_loss
+        # Not registered either: its weights, if any, are no meta-parameters.
+        self.__dict__["val_loss"] = val_loss
         self.grad_transform = grad_transform
         self.schedule = schedule
         self._names: tuple[str, ...] = ()
         self._carried: Any = None
+        self._base: Any = None
         self.settings = nn.ParameterDict()
         if isinstance(optimizer, torch.optim.Optimizer):
             rule = from_torch(optimizer, template.params)
@@ -109,6 +113,9 @@ class InnerLoop(nn.Module):
 
         With ``tasks=True`` every tensor has a leading task axis, and so has the result. [tasks]
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
         adapted = self._adapted(train, tasks, val)
         if isinstance(adapted, AdaptedTasks):
             parts = [
@@ -125,7 +132,7 @@ class InnerLoop(nn.Module):
         if torch.is_inference_mode_enabled():
             # No gradient can be taken in inference mode, and a step needs the inner one.
             with torch.inference_mode(False), torch.no_grad():
-                return self._adapted(_tree.map(_usable, list(train)), tasks, None, own=True)
+                return self._adapted(_usable(as_batches(train)), tasks, None, own=True)
         return self._adapted(train, tasks, None, own=True)
 
     def _adapted(self, train: Any, tasks: bool, val: Any, own: bool = False) -> Any:
@@ -150,7 +157,7 @@ class InnerLoop(nn.Module):
     def write_to(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
         target = self.optimizer if optimizer is None else optimizer
-        if not isinstance(target, torch.optim.Optimizer):
+        if not isinstance(target, torch.optim.Optimizer) or self._base is None:
             raise InnerLoopError(_no_settings(self.learned, None))
         for name, learn in self.learned.items():
             if learn.steps is not None:
@@ -163,7 +170,18 @@ class InnerLoop(nn.Module):
                     )
                 )
         rule = from_torch(target)
-        opt = {name: value.detach() for name, value in self.meta(rule).opt.items()}
+        own = from_torch(cast(torch.optim.Optimizer, self.optimizer))
+        if rule.family is not own.family or rule.sizes != own.sizes:
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote settings of {own.family.name} with groups of {own.sizes} "
+                    f"parameters to {rule.family.name} with groups of {rule.sizes}.",
+                    "an optimizer of the same class with the same groups.",
+                    "settings are matched by name and by group.",
+                    "inner.write_to(optimizer), with an optimizer built like that of the loop.",
+                )
+            )
+        opt = _tree.map(_detached, self.meta(rule).opt)
         base = self._plain(rule, target, self._at(rule, opt, 0))
         scheduled = isinstance(self.schedule, LRScheduler)
         now = base
@@ -199,7 +217,8 @@ class InnerLoop(nn.Module):
         self._check_reach(steps)
         begun = max((state.time for state in (self._carried or {}).values()), default=0)
         check_steps(self.learned, begun + steps)
-        params = {n: p if self.learn_init else p.detach() for n, p in template.params.items()}
+        learned = self.learn_init
+        params = {n: p if learned else _detached(p) for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
             rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
             settings = _Settings(self, rule, self._factors())
@@ -213,7 +232,7 @@ class InnerLoop(nn.Module):
             schedule=settings,
         )
         step = dataclasses.replace(step, model=template)
-        state = State(params, template.buffers, rule.init(params))
+        state = State(params, template.buffers, step.initial(params))
         return Prepared(step, state, self.meta(rule), self.backward)
 
     def meta(self, rule: Any = None) -> Meta:
@@ -236,7 +255,7 @@ class InnerLoop(nn.Module):
         return hyper
 
     def _measured(self, adapted: Adapted, val: Any) -> Tensor:
-        measure = self.loss if self.val_loss is None else self.val_loss
+        measure: Any = adapted._loss if self.val_loss is None else self.val_loss
         value = measure(adapted.module, val)
         value = value[0] if isinstance(value, tuple) and value else value
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
@@ -249,7 +268,20 @@ class InnerLoop(nn.Module):
                     "val_loss=lambda model, val: per_example(model, val).mean().",
                 )
             )
-        if torch.is_grad_enabled() and not value.requires_grad and self._asks():
+        asked = torch.is_grad_enabled() and self._asks()
+        if asked and not any(p.requires_grad for p in adapted.state.params.values()):
+            raise RequirementError(
+                four_part(
+                    f"No meta-parameter of {type(self).__name__} has an influence on the adapted "
+                    "weights.",
+                    "at least one that has (Requirement IIIa or IIIb).",
+                    "a .detach() in a transform, a schedule or a loss cuts the graph, or the loop "
+                    "takes no step.",
+                    "innerloop.diagnose(inner, train, val), which says where; or call under "
+                    "torch.no_grad() if no gradient is wanted.",
+                )
+            )
+        if asked and not self._depends(value, adapted):
             raise RequirementError(
                 four_part(
                     "The validation loss does not depend on the adapted weights by differentiable "
@@ -266,9 +298,24 @@ class InnerLoop(nn.Module):
     def _asks(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
+    def _depends(self, value: Tensor, adapted: Adapted) -> bool:
+        return reaches(value, (*adapted.state.params.values(), *self.parameters()))
+
     def _check_reach(self, steps: int) -> None:
         k = self.backward.k if isinstance(self.backward, Truncated) else steps
-        if steps > k and self.learn_init and torch.is_grad_enabled():
+        if not self.learn_init or not torch.is_grad_enabled():
+            return
+        if self._carried:
+            raise RequirementError(
+                four_part(
+                    f"You learn 'init' with {self.backward}, and the run is under way.",
+                    "other meta-parameters.",
+                    "this call starts from the carried state, so no gradient gets back to the "
+                    "initial weights.",
+                    "learn without 'init', inner.restart() before the call, or carry=False.",
+                )
+            )
+        if steps > k:
             raise RequirementError(
                 four_part(
                     f"You learn 'init' with {self.backward} and {steps} steps.",
@@ -292,8 +339,8 @@ class InnerLoop(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InnerLoop:
         super()._apply(fn, recurse)
-        if "model" not in self._modules:
-            self.model._apply(fn, recurse)
+        for module in self._unregistered():
+            module._apply(fn, recurse)
         if self._carried is not None:
             self._carried = _tree.map(
                 lambda v: fn(v) if isinstance(v, Tensor) else v, self._carried
@@ -302,9 +349,15 @@ class InnerLoop(nn.Module):
 
     def train(self, mode: bool = True) -> InnerLoop:
         super().train(mode)
-        if "model" not in self._modules:
-            self.model.train(mode)
+        for module in self._unregistered():
+            module.train(mode)
         return self
+
+    def _unregistered(self) -> list[nn.Module]:
+        """Modules that belong here and have no meta-parameters."""
+        known = set(self.modules())
+        found = (self.__dict__.get("model"), self.__dict__.get("val_loss"))
+        return [m for m in found if isinstance(m, nn.Module) and m not in known]
 
     def extra_repr(self) -> str:
         learned = [*(["init"] if self.learn_init else []), *self.learned]
@@ -334,7 +387,10 @@ class Prepared:
             state = state._replace(params=self._owned(state.params))
         keep(_tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, state))
         assert self.step.model is not None
-        return Adapted(self.step.model, self.step.rule, state, outs)
+        step, loss = self.step, self.step.loss
+        if step.loss_model is not None:
+            loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", state.buffers))
+        return Adapted(step.model, step.rule, state, outs, loss)  # type: ignore[arg-type]
 
     def _owned(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         given = {p.data_ptr() for p in self.state.params.values()}
@@ -357,8 +413,19 @@ class _Settings:
         return self.factors.apply(listed, self.inner.learned, opt, time)
 
 
-def _usable(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+def _detached(value: Any) -> Any:
+    """The same without a graph; what has none stays itself, a frozen Parameter one."""
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _usable(data: Any) -> Any:
+    """Data without tensors of inference mode, which cannot be part of a graph."""
+    data = list(data) if isinstance(data, list | tuple) and type(data) is not tuple else data
+
+    def usable(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+    return _tree.map(usable, data)
 
 
 def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
@@ -384,10 +451,11 @@ def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
                 "torch.optim.SGD(model.parameters(), lr=0.1).",
             )
         )
-    if not callable(loss):
+    if isinstance(loss, type | _Loss) or not callable(loss):
+        found = loss.__name__ if isinstance(loss, type) else type(loss).__name__
         raise InnerLoopError(
             four_part(
-                f"You gave a {type(loss).__name__} as the loss.",
+                f"You gave {found} as the loss.",
                 "a function loss(model, batch) or a module.",
                 "it is evaluated again at every step.",
                 "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",

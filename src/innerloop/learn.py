@@ -179,12 +179,12 @@ def learned_parameters(
     sizes = rule.sizes or (len(params),)
     for name, learn in how.items():
         check_name(rule.family, name)
-        values = [_as_value(rule, name, group[name], params[0]) for group in start]
+        values = [_as_value(rule, name, group[name], params) for group in start]
         found[name] = _initial(name, learn, values, sizes, params)
     return found
 
 
-def _as_value(rule: Rule, name: str, value: Any, like: Tensor) -> Tensor:
+def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Tensor:
     parts = value if isinstance(value, list | tuple) else (value,)
     if any(part is None for part in parts):
         raise InnerLoopError(
@@ -195,11 +195,13 @@ def _as_value(rule: Rule, name: str, value: Any, like: Tensor) -> Tensor:
                 f"torch.optim.{rule.family.name}(..., {name}=...) with numbers.",
             )
         )
-    dtype = like.real.dtype if like.is_complex() else like.dtype
-    dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    dtype = torch.float32
+    for param in params:
+        real = param.real.dtype if param.is_complex() else param.dtype
+        dtype = torch.promote_types(dtype, real)
     single = not isinstance(value, list | tuple)
     numbers = [float(part) for part in parts]
-    return torch.tensor(numbers[0] if single else numbers, dtype=dtype, device=like.device)
+    return torch.tensor(numbers[0] if single else numbers, dtype=dtype, device=params[0].device)
 
 
 def _initial(

@@ -129,7 +129,9 @@ def rebase(schedule: Any, optimizer: torch.optim.Optimizer, rates: Sequence[floa
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in group.items() if name != "params"}
+    """The settings of a group that are numbers; a group may hold other things of the user's."""
+    found = {name: _number(value) for name, value in group.items() if name != "params"}
+    return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
 
 
 def _number(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class State(NamedTuple):
     params: Any
     """Tensors by name, or any nesting of tensors."""
     buffers: Mapping[str, Tensor] = {}
+    """The model's by name; those of a loss that is a module as ``"loss:name"``."""
     opt: Any = None
     """The optimizer's state, as ``rule.init(params)`` makes it; ``None`` before the first step."""
     time: int = 0
@@ -87,8 +88,15 @@ class InnerStep:
         ``None`` if the rule takes more than one gradient in a step.
         """
         if state.opt is None:
-            state = state._replace(opt=self.rule.init(state.params))
+            state = state._replace(opt=self.initial(state.params))
         return None if self.evaluates else Linearized(self, state, meta, batch)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What is the same in all steps that cost the same."""
+        model = None if self.model is None else self.model.source
+        rule = self.rule.family.name if isinstance(self.rule, Rule) else type(self.rule)
+        return self.loss, model, rule, self.grad_transform, self.first_order, self.proximal
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -98,7 +106,7 @@ class InnerStep:
     def _taken(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         tracked = torch.is_grad_enabled()
         if state.opt is None:
-            state = state._replace(opt=self.rule.init(state.params))
+            state = state._replace(opt=self.initial(state.params))
         run = _Run(self, state, meta, batch)
         grads = run.gradients(tracked and not self.first_order)
         # With nothing that requires grad this makes no graph, but it shows what was closed over.
@@ -125,12 +133,43 @@ class InnerStep:
                 grads = {**grads, **self._checked(self.grad_transform(present), present)}
             found = _rebuilt(state.params, grads)
             if self.rule_model is not None:
-                rule: Any = self.rule_model.bind(meta.opt)
-                return rule.update(state.params, found, state.opt)
+                return self._learned(state, meta, grads, run)
             hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
             if not self.evaluates:
                 return self.rule.update(state.params, found, state.opt, hyper)
             return self.rule.update(state.params, found, state.opt, hyper, evaluate=run.elsewhere)
+
+    def initial(self, params: Any) -> Any:
+        """The optimizer's state before the first step."""
+        if self.rule_model is None:
+            return self.rule.init(params)
+        named = _named(params)
+        trained = _Run(self, State(params), Meta(), None).trained(named)
+        return self.rule.init({name: named[name] for name in trained})
+
+    def _learned(
+        self, state: State, meta: Meta, grads: Mapping[str, Any], run: _Run
+    ) -> tuple[Any, Any]:
+        """The update of a learned optimizer, which sees the weights that move and no others."""
+        assert self.rule_model is not None
+        rule: Any = self.rule_model.bind(meta.opt, buffers_of("optimizer", state.buffers))
+        named = _named(state.params)
+        moving = {name: named[name] for name in run.trained(named)}
+        found = rule.update(moving, {name: grads[name] for name in moving}, state.opt)
+        run.keep("optimizer", self.rule_model.buffers_of(rule))
+        pair = isinstance(found, tuple) and len(found) == 2
+        new: Any = found[0] if pair else None
+        alike = isinstance(new, Mapping) and new.keys() == moving.keys()
+        if not alike or any(_shape(new[n]) != p.shape for n, p in moving.items()):
+            raise InnerLoopError(
+                four_part(
+                    f"update of your {type(self.rule).__name__} returned {_described(found)}.",
+                    "a pair: the new weights by name, each in its shape, and the new state.",
+                    "the next step goes on from them.",
+                    "return {name: p - step(g) for ...}, state.",
+                )
+            )
+        return _rebuilt(state.params, {**named, **new}), found[1]
 
     @property
     def evaluates(self) -> bool:
@@ -169,10 +208,12 @@ class _Run:
         named = _named(self.state.params)
         trained = self.trained(named)
         sources = {name: _source(named[name], tracked) for name in trained}
+        versions = [source._version for source in sources.values()]
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad():
             self.value, self.out = self.evaluated({**named, **sources})
             check_loss(self.value)
+            _check_unwritten(sources, versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
             found = torch.autograd.grad(
@@ -206,6 +247,15 @@ class _Run:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
 
+    def keep(self, part: str, found: Mapping[str, Tensor]) -> None:
+        """Note what a forward left in the buffers of the model, the loss or the optimizer."""
+        prefix = f"{part}:" if part else ""
+        new = {
+            prefix + name: _unless_same(buffer.detach(), self.buffers.get(prefix + name))
+            for name, buffer in found.items()
+        }
+        self.buffers = {**self.buffers, **new}
+
     def elsewhere(self, params: Any) -> tuple[Tensor, Any]:
         """The loss and its gradient at other weights, for rules that ask for them."""
         other = _Run(self.step, State(params, self.buffers), self.meta, self.batch)
@@ -215,10 +265,15 @@ class _Run:
 
     def trained(self, named: Mapping[str, Any]) -> list[str]:
         """The weights that move: those of the rule that are not frozen in the model."""
-        model, names = self.step.model, getattr(self.step.rule, "names", None)
-        frozen = (
-            () if model is None else {n for n, p in model.params.items() if not p.requires_grad}
-        )
+        step = self.step
+        names = getattr(step.rule, "names", None)
+        weights = {} if step.model is None else step.model.params
+        # The weights of a replica are no Parameters; whether they require grad says nothing here.
+        frozen = {
+            name
+            for name, p in weights.items()
+            if isinstance(p, nn.Parameter) and not p.requires_grad
+        }
         own = named if names is None else set(names)
         return [n for n, p in named.items() if n in own and n not in frozen and differentiable(p)]
 
@@ -226,26 +281,30 @@ class _Run:
         given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return True
-        return any(_captured.strangers([self.value], sources, since))
+        shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
+        return any(_captured.strangers(shown, sources, since))
 
     def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - _named(self.meta.anchor)[name])
         return pull if grad is None else grad + pull
 
     def evaluated(self, named: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        step, loss = self.step, self.step.loss
+        step, loss, given = self.step, self.step.loss, self.state.buffers
         if step.loss_model is not None:
-            loss = step.loss_model.bind(self.meta.loss)
+            loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", given))
         if step.model is None:
             extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
             out = loss(_rebuilt(self.state.params, named), self.batch, *extra)
         else:
-            replica = step.model.bind(named, self.state.buffers)
+            replica = step.model.bind(named, buffers_of("", given))
             out = loss(replica, self.batch)
-            found = step.model.buffers_of(replica)
-            self.buffers = {name: buffer.detach() for name, buffer in found.items()}
+            self.keep("", step.model.buffers_of(replica))
+        if step.loss_model is not None:
+            self.keep("loss", step.loss_model.buffers_of(cast(nn.Module, loss)))
         first, *rest = out if isinstance(out, tuple) and out else (out,)
-        value = first.reshape(()) if isinstance(first, Tensor) and first.numel() == 1 else first
+        value: Any = (
+            first.reshape(()) if isinstance(first, Tensor) and first.numel() == 1 else first
+        )
         return value, (value, *rest) if isinstance(out, tuple) else value
 
     def _again(self, named: dict[str, Tensor]) -> None:
@@ -410,6 +469,50 @@ def _source(param: Tensor, tracked: bool) -> Tensor:
     if tracked and param.requires_grad:
         return param.view_as(param)
     return _captured.own(param.detach().requires_grad_())
+
+
+def buffers_of(part: str, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers of the model (``""``), of a loss or of an optimizer that is a module."""
+    found = {}
+    for name, buffer in buffers.items():
+        owner, colon, own = name.rpartition(":")
+        if owner == part:
+            found[own if colon else name] = buffer
+    return found
+
+
+def _check_unwritten(sources: Mapping[str, Tensor], versions: list[int]) -> None:
+    """Refuse a loss that changes the weights it is handed."""
+    for (name, source), version in zip(sources.items(), versions, strict=True):
+        if source._version != version:
+            raise InnerLoopError(
+                four_part(
+                    f"The loss, or the model's forward, wrote in place to the weight {name!r}.",
+                    "a forward that only reads the weights.",
+                    "they are the model's own at the first step, and a step is a function of them.",
+                    "the changed weight as a new tensor: torch.nn.utils.parametrize, or "
+                    "weight.clamp(...) without the underscore where it is used.",
+                )
+            )
+
+
+def _unless_same(new: Tensor, old: Tensor | None) -> Tensor:
+    """The old buffer if the new one has its values: a mask is then one tensor in all states.
+
+    Compared, since batch norm writes to its statistics without telling the version counter.
+    """
+    same = old is not None and old.dtype == new.dtype and torch.equal(old, new)
+    return old if old is not None and same else new
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _described(found: Any) -> str:
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Mapping)):
+        return f"a {type(found).__name__}"
+    return f"weights { ({name: _shape(value) for name, value in found[0].items()}) }"
 
 
 def differentiable(value: Any) -> bool:

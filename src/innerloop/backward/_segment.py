@@ -90,12 +90,11 @@ class Segment:
         """B before these steps, out of B after them; ``add`` gets what falls to the caller's (A).
 
         ``above`` has a gradient for each leaf of the state after, ``outs`` one for each leaf of
-        each output that can have one.
+        each output.
         """
         outputs, cotangents = _paired(_tree.flatten(self.state)[0], above)
         for out, grads in zip(self.outs, outs, strict=True):
-            shown = [t for t in _tree.flatten(out)[0] if differentiable(t)]
-            more = _paired(shown, grads)
+            more = _paired(_tree.flatten(out)[0], grads)
             outputs, cotangents = outputs + more[0], cotangents + more[1]
         _captured.refuse(outputs, self._known(), self.since, roots)
         sources = [t for t in self.before if t is not None]

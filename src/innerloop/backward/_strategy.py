@@ -45,13 +45,54 @@ def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any
 
 
 def stacked(outs: Sequence[Any]) -> Any:
-    """The outputs of all steps with a new first axis; what is not a tensor becomes a list."""
+    """The outputs of all steps with a new first axis; what cannot be stacked becomes a list."""
     if not outs:
         return None
+    found, spec = columns(outs)
+    return _tree.unflatten(found, spec)
+
+
+def columns(outs: Sequence[Any]) -> tuple[list[Any], Any]:
+    """For each leaf of the outputs, its values at all steps: one tensor, or a list."""
     flat = [_tree.flatten(out) for out in outs]
-    spec = flat[0][1]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return _tree.unflatten([_stack(column) for column in columns], spec)
+    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
+    return [_stack(column) for column in leaves], flat[0][1]
+
+
+def connected(
+    state: Sequence[Any], outs: Sequence[Any], moved: Sequence[int], connect: Callable[..., Any]
+) -> tuple[list[Any], list[Any]]:
+    """State leaves and output columns, those that can have a gradient passed through ``connect``.
+
+    ``moved`` are the places of such leaves in the state. What ``connect`` sees of the outputs are
+    all tensors of differentiable columns, in order.
+    """
+    state, outs = list(state), list(outs)
+    parts = [[c] if isinstance(c, Tensor) else c for c in outs]
+    shown = [i for i, part in enumerate(parts) if all(map(differentiable, part))]
+    values = [state[i] for i in moved] + [t for i in shown for t in parts[i]]
+    rest = iter(connect(values))
+    for i in moved:
+        state[i] = next(rest)
+    for i in shown:
+        new = [next(rest) for _ in parts[i]]
+        outs[i] = new[0] if isinstance(outs[i], Tensor) else new
+    return state, outs
+
+
+def by_step(outs: Sequence[Any], grads: Sequence[Tensor | None], j: int) -> list[Tensor | None]:
+    """The gradients of one step's outputs, out of those of what ``connected`` showed of columns."""
+    rest, found = iter(grads), []
+    for column in outs:
+        part = [column] if isinstance(column, Tensor) else column
+        if not all(map(differentiable, part)):
+            found.append(None)
+        elif isinstance(column, Tensor):
+            grad = next(rest)
+            found.append(None if grad is None else grad[j])
+        else:
+            found.append([next(rest) for _ in part][j])
+    return found
 
 
 def _stack(column: Sequence[Any]) -> Any:

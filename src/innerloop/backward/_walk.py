@@ -16,11 +16,20 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _tree
-from innerloop._ambient import Autocast, Randomness, devices_of, preserved
+from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
 from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
 from innerloop.backward._segment import Grads, Segment
-from innerloop.backward._strategy import Step, detached, differentiable, fold, stacked
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.backward._strategy import (
+    Step,
+    by_step,
+    columns,
+    connected,
+    detached,
+    differentiable,
+    fold,
+    stacked,
+)
+from innerloop.errors import RequirementError, four_part
 
 
 class _Kept(NamedTuple):
@@ -52,9 +61,8 @@ class Walk:
         """A few numbers for each step, by which to see whether it comes out the same again."""
         self.given: dict[int, Tensor] = {}
         """Leaves of batches that require grad."""
-        self.versions: list[tuple[Any, int]] = []
-        """Tensors of the caller and how often they had been written to."""
-        self._guard(_tree.flatten((state, meta))[0])
+        self.callers = Unwritten()
+        self.callers.add(_tree.flatten((state, meta))[0])
         self.own = [detached(leaf) for leaf in self.start]
         self.original = {id(new): old for new, old in zip(self.own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
@@ -62,7 +70,7 @@ class Walk:
             final = self._climb(_tree.unflatten(self.own, spec), watch)
         self.final, self.final_spec = _tree.flatten(final)
         self.outside = watch.tensors
-        self._guard(self.outside)
+        self.callers.add(self.outside)
 
     # Up. ----------------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class Walk:
         batch = self.batches[j]
         if first:
             leaves = [t for t in _tree.flatten(batch)[0] if isinstance(t, Tensor)]
-            self._guard(leaves)
+            self.callers.add(leaves)
             self.given.update((id(leaf), leaf) for leaf in leaves if leaf.requires_grad)
         return batch
 
@@ -137,13 +145,6 @@ class Walk:
         batches = [self._batch(j, first) for j in steps]
         outside = () if first else self.outside
         return Segment(self.step, working.state, self.meta, batches, self.original, outside)
-
-    def _guard(self, leaves: Sequence[Any]) -> None:
-        self.versions += [
-            (leaf, leaf._version)
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
 
     # Across. ------------------------------------------------------------------------------------
 
@@ -157,27 +158,24 @@ class Walk:
 
     def result(self) -> tuple[Any, Any]:
         """The final state and the stacked outputs, connected to the inputs."""
-        outs, out_spec = _tree.flatten(stacked(self.outs))
+        outs, out_spec = columns(self.outs)
         leaves = [self.original.get(id(leaf), leaf) for leaf in self.final]
         inputs = self.inputs
         self.moved = [
             i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in self.original
         ]
-        shown = [i for i, t in enumerate(outs) if differentiable(t)]
-        if inputs and (self.moved or shown):
-            values = [leaves[i] for i in self.moved] + [outs[i] for i in shown]
-            connected = _Connect.apply(self, values, *inputs)
-            for i, tensor in zip(self.moved, connected, strict=False):
-                leaves[i] = tensor
-            for i, tensor in zip(shown, connected[len(self.moved) :], strict=True):
-                outs[i] = tensor
+        if inputs:
+            self.columns = outs
+            leaves, outs = connected(
+                leaves, outs, self.moved, lambda values: _Connect.apply(self, values, *inputs)
+            )
         return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
     # Down. --------------------------------------------------------------------------------------
 
     def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the connected results."""
-        self._check_versions()
+        self.callers.check()
         self.sums: dict[int, Tensor] = {}
         self.changed: list[Tensor] = []
         above: Grads = [None] * len(self.final)
@@ -225,26 +223,12 @@ class Walk:
             )
             self.changed += [_differs(new, old) for new, old in again]
         steps = range(action.start, action.stop)
-        outs = [[None if g is None else g[j] for g in shown] for j in steps]
+        outs = [by_step(self.columns, shown, j) for j in steps]
         return segment.pulled(above, outs, self.roots, self._add)
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         known = self.sums.get(id(tensor))
         self.sums[id(tensor)] = grad if known is None else known + grad
-
-    def _check_versions(self) -> None:
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                raise InnerLoopError(
-                    four_part(
-                        f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of "
-                        "a batch) was written to in place between the forward and the backward.",
-                        "the values the inner loop ran with.",
-                        "the backward computes its steps a second time from them.",
-                        "backward() before optimizer.step() or before reusing a buffer, or a "
-                        ".clone() of what is overwritten.",
-                    )
-                )
 
 
 def _mark(state: Any, out: Any) -> list[Tensor]:

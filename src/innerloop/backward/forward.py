@@ -11,7 +11,15 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._linear import Pushforward
-from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward._strategy import (
+    Backward,
+    Step,
+    connected,
+    detached,
+    differentiable,
+    fold,
+    stacked,
+)
 from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
@@ -59,12 +67,17 @@ class _Run:
     def __init__(
         self, step: Step, state: Any, meta: Any, batches: Sequence[Any], inputs: list[Tensor]
     ) -> None:
-        self.inputs = inputs
+        self.inputs, self.steps = inputs, len(batches)
         self.meta, self.meta_spec = _tree.flatten(meta)
         self.start = _tree.flatten(state)[0]
-        units = [(i, e) for i, t in enumerate(inputs) for e in range(t.numel())]
-        meta_tangents = [[self._unit(t, i, e) for t in self.meta] for i, e in units]
-        tangents = [[self._unit(t, i, e) for t in self.start] for i, e in units]
+        units = [
+            (i, element, one)
+            for i, t in enumerate(inputs)
+            for element in range(t.numel())
+            for one in _directions(t)
+        ]
+        meta_tangents = [[self._unit(t, *unit) for t in self.meta] for unit in units]
+        tangents = [[self._unit(t, *unit) for t in self.start] for unit in units]
         state = _tree.map(detached, state)
         outs = _Record(len(batches))
         out_tangents = [_Record(len(batches)) for _ in units]
@@ -78,37 +91,56 @@ class _Run:
                 along += zip(meta_leaves, meta_tangents[p], strict=True)
                 known = {id(leaf): t for leaf, t in along if t is not None}
                 tangents[p], out = point.push(known)
-                out_tangents[p].write(j, out)
+                out_tangents[p].write(j, _filled(out, _tree.flatten(point.out)[0]))
             state = _tree.map(_cut, point.state)
-            shown, self.out_spec = _tree.flatten(_tree.map(detached, point.out))
+            shown, self.out_spec = _tree.flatten(_tree.map(_cut, point.out))
             outs.write(j, shown)
             del point
         self.final, self.spec = _tree.flatten(state)
         self.outs, self.tangents = outs.columns, tangents
         self.out_tangents = [record.columns for record in out_tangents]
 
-    def _unit(self, leaf: Any, which: int, element: int) -> Tensor | None:
+    def _unit(self, leaf: Any, which: int, element: int, one: complex) -> Tensor | None:
         if leaf is not self.inputs[which]:
             return None
         unit = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-        unit.view(-1)[element] = 1
+        unit.view(-1)[element] = one  # type: ignore[assignment]
         return unit
 
     def result(self) -> tuple[Any, Any]:
-        outs = [self.outs.get(i) for i in range(self.out_spec.num_leaves)]
         moved = [i for i, t in enumerate(self.final) if differentiable(t)]
-        shown = [i for i, t in enumerate(outs) if differentiable(t)]
-        columns = [
-            [self.tangents[p][i] for i in moved] + [self.out_tangents[p].get(i) for i in shown]
+        places = range(self.out_spec.num_leaves)
+        outs = [self.outs.get(i, [None] * self.steps) for i in places]
+        tangents = [
+            [self.tangents[p][i] for i in moved] + self._shown(self.out_tangents[p], outs)
             for p in range(len(self.tangents))
         ]
-        values = [self.final[i] for i in moved] + [outs[i] for i in shown]
-        connected = _Contract.apply(columns, values, *self.inputs)
-        for i, tensor in zip(moved, connected, strict=False):
-            self.final[i] = tensor
-        for i, tensor in zip(shown, connected[len(moved) :], strict=True):
-            outs[i] = tensor
-        return _tree.unflatten(self.final, self.spec), _tree.unflatten(outs, self.out_spec)
+        final, outs = connected(
+            self.final, outs, moved, lambda values: _Contract.apply(tangents, values, *self.inputs)
+        )
+        return _tree.unflatten(final, self.spec), _tree.unflatten(outs, self.out_spec)
+
+    def _shown(self, tangents: dict[int, Any], outs: Sequence[Any]) -> Tangent:
+        """The tangents of what ``connected`` shows of the outputs."""
+        found: Tangent = []
+        for i, column in enumerate(outs):
+            if isinstance(column, Tensor) and differentiable(column):
+                found.append(tangents[i])
+            elif isinstance(column, list) and all(map(differentiable, column)):
+                found += list(tangents[i])
+        return found
+
+
+def _directions(tensor: Tensor) -> tuple[complex, ...]:
+    return (1, 1j) if tensor.is_complex() else (1,)
+
+
+def _filled(tangents: Tangent, like: Sequence[Any]) -> list[Any]:
+    """Tangents with zeros for those that are none."""
+    return [
+        torch.zeros_like(value) if tangent is None and differentiable(value) else tangent
+        for tangent, value in zip(tangents, like, strict=True)
+    ]
 
 
 class _Record:
@@ -121,7 +153,9 @@ class _Record:
     def write(self, j: int, values: Sequence[Any]) -> None:
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
-                column = self.columns.setdefault(i, value.new_zeros([self.steps, *value.shape]))
+                if i not in self.columns:
+                    self.columns[i] = value.new_zeros([self.steps, *value.shape])
+                column = self.columns[i]
                 if isinstance(column, Tensor) and column.shape[1:] == value.shape:
                     column[j] = value
                     continue
@@ -193,7 +227,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, columns: Any, values: list[Tensor], *inputs: Tensor) -> Any:
         ctx.columns = columns
-        ctx.inputs = [(t.shape, t.numel(), t.dtype, t.device) for t in inputs]
+        ctx.inputs = [(t.shape, t.numel(), t.dtype, t.device, _directions(t)) for t in inputs]
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
 
@@ -202,10 +236,14 @@ class _Contract(torch.autograd.Function):
         refuse_higher("Forward's backward")
         numbers = [_dot(column, grads) for column in ctx.columns]
         found, start = [], 0
-        for shape, count, dtype, device in ctx.inputs:
+        for shape, size, dtype, device, directions in ctx.inputs:
+            count = size * len(directions)
             mine = numbers[start : start + count]
             start += count
-            found.append(torch.stack(mine).to(device, dtype).reshape(shape) if mine else None)
+            value = torch.stack(mine) if mine else torch.zeros(0)
+            if len(directions) > 1:
+                value = torch.view_as_complex(value.reshape(-1, 2))
+            found.append(value.to(device, dtype).reshape(shape))
         return None, None, *found
 
 

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _tree
-from innerloop._ambient import Autocast, Randomness, devices_of, preserved
+from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
 from innerloop.backward._solvers import conjugate_gradient, gmres, neumann
-from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward._strategy import (
+    Backward,
+    Step,
+    columns,
+    connected,
+    detached,
+    differentiable,
+    fold,
+    stacked,
+)
 from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
@@ -34,7 +43,8 @@ class Implicit(Backward):
     and the initial weights have one (Rajeswaran et al., 2019). Of a general step, the fixed point
     is taken, with its whole state.
 
-    With ``iterations=None`` the solver must reach ``tolerance``; a given number of iterations is
+    With ``iterations=None`` the solver must reach ``tolerance`` (by default 1e-10, and 1e-5 in
+    single precision); a given number of iterations is
     an approximation by choice and is taken as it comes. ``stationary`` is how large the
     gradient at the end may be, relative to the start, without a warning.
 
@@ -45,13 +55,14 @@ class Implicit(Backward):
 
     solver: str = "cg"
     iterations: int | None = None
-    tolerance: float = 1e-10
+    tolerance: float | None = None
     proximal: float = 0.0
     scale: float | None = None
     stationary: float = 1e-3
 
     def __post_init__(self) -> None:
-        good = self.solver in _SOLVERS and self.proximal >= 0 and self.tolerance > 0
+        good = self.solver in _SOLVERS and self.proximal >= 0
+        good = good and (self.tolerance is None or self.tolerance > 0)
         if not good or (self.iterations is not None and self.iterations < 1):
             raise InnerLoopError(
                 four_part(
@@ -77,17 +88,18 @@ class Implicit(Backward):
     def solve(self, product: Any, b: Tensor) -> Tensor:
         """``A⁻¹ b``, or an error if the solver was to converge and did not."""
         limit = self.iterations or max(1000, 10 * b.numel())
+        tolerance = self.tolerance or (1e-10 if b.dtype.itemsize >= 8 else 1e-5)
         if self.solver == "cg":
-            x, left = conjugate_gradient(product, b, limit, self.tolerance)
+            x, left = conjugate_gradient(product, b, limit, tolerance)
         elif self.solver == "neumann":
-            x, left = neumann(product, b, limit, self.tolerance, self.scale)
+            x, left = neumann(product, b, limit, tolerance, self.scale)
         else:
-            x, left = gmres(product, b, limit, self.tolerance)
-        if self.iterations is None and not left <= 100 * self.tolerance:
+            x, left = gmres(product, b, limit, tolerance)
+        if self.iterations is None and not left <= 100 * tolerance:
             raise RequirementError(
                 four_part(
                     f"{self} stopped with a relative residual of {left:.1e}.",
-                    f"{self.tolerance:.0e}.",
+                    f"{tolerance:.0e}.",
                     "the matrix of second derivatives is singular, not positive definite, or too "
                     "badly conditioned for this solver and dtype.",
                     "proximal=..., a regularized loss, solver='gmres', a larger tolerance, or "
@@ -125,23 +137,30 @@ class _Run:
                     "Implicit(solver='gmres').",
                 )
             )
+        self.callers = Unwritten()
+        self.callers.add(_tree.flatten((state, meta, self.batches))[0])
         devices = devices_of(self.start)
         self.devices, self.autocast = devices, Autocast(devices)
         with torch.no_grad(), _captured.watching() as watch:
-            plain, plain_meta = _tree.map(detached, (state, meta))
+            own = [detached(leaf) for leaf in self.start]
             fed = [_tree.map(detached, batches[j]) for j in range(len(batches))]
-            final, self.outs = fold(step, plain, plain_meta, fed)
+            plain = _tree.unflatten(own, self.spec)
+            final, self.outs = fold(step, plain, _tree.map(detached, meta), fed)
             self.randomness = Randomness(devices)
         if watch.tensors:
             roots = getattr(step, "roots", (step,))
             raise RequirementError(_captured.not_followed(watch.tensors[0], None, roots))
         self.final, self.final_spec = _tree.flatten(final)
-        self._check_inputs(state, meta)
+        last = {id(leaf) for leaf in self.final}
+        pairs = zip(own, self.start, strict=True)
+        self.unmoved = {id(new): old for new, old in pairs if id(new) in last}
+        """By the id of a final leaf that no step has replaced, the tensor that was given."""
+        self._check_inputs(meta)
 
-    def _check_inputs(self, state: Any, meta: Any) -> None:
+    def _check_inputs(self, meta: Any) -> None:
         learned = [t for t in self.start if isinstance(t, Tensor) and t.requires_grad]
-        moving = {id(t) for t in self.final}
-        lost = [t for t in learned if id(detached(t)) not in moving]
+        resting = {id(t) for t in self.unmoved.values()}
+        lost = [t for t in learned if id(t) not in resting]
         anchored = self.how.proximal > 0
         settings = _tree.flatten(meta.opt)[0] if self.own else []
         if any(isinstance(t, Tensor) and t.requires_grad for t in settings):
@@ -150,23 +169,17 @@ class _Run:
             raise RequirementError(_no_influence("the initial state"))
 
     def result(self) -> tuple[Any, Any]:
-        inputs = {id(t): t for t in self.meta if isinstance(t, Tensor) and t.requires_grad}
-        for leaf in _tree.flatten(self.batches)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                inputs[id(leaf)] = leaf
+        tensors = [*self.meta, *self.unmoved.values(), *_tree.flatten(self.batches)[0]]
+        inputs = {id(t): t for t in tensors if isinstance(t, Tensor) and t.requires_grad}
         self.inputs = list(inputs.values())
         self.places = self._places()
-        leaves = list(self.final)
-        outs, out_spec = _tree.flatten(stacked(self.outs))
-        shown = [i for i, t in enumerate(outs) if differentiable(t)]
+        leaves = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
+        outs, out_spec = columns(self.outs)
         if self.inputs and self.places:
             self._check_stationary()
-            values = [leaves[i] for i in self.places] + [outs[i] for i in shown]
-            connected = _Solve.apply(self, values, *self.inputs)
-            for i, t in zip(self.places, connected, strict=False):
-                leaves[i] = t
-            for i, t in zip(shown, connected[len(self.places) :], strict=True):
-                outs[i] = t
+            leaves, outs = connected(
+                leaves, outs, self.places, lambda values: _Solve.apply(self, values, *self.inputs)
+            )
         return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
     def _places(self) -> list[int]:
@@ -225,12 +238,14 @@ class _Run:
                     "another strategy, or .detach() the outputs.",
                 )
             )
+        self.callers.check()
         grads = grads[: len(self.places)]
-        leaves = list(self.final)
+        given = {id(t): t.detach().requires_grad_() for t in self.inputs}
+        originals = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
+        leaves: list[Any] = [given.get(id(leaf), leaf) for leaf in originals]
         for i in self.places:
             leaves[i] = leaves[i].detach().requires_grad_()
-        unknown = [leaves[i] for i in self.places]
-        given = {id(t): t.detach().requires_grad_() for t in self.inputs}
+        unknown: list[Tensor] = [leaves[i] for i in self.places]
         meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
         batches = _tree.map(lambda t: given.get(id(t), t), self.batches)
         with preserved(self.devices), self.autocast.restored(), torch.enable_grad():

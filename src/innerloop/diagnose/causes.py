@@ -79,7 +79,8 @@ def _explained(cut: Cut) -> tuple[str, str]:
         return (
             f"{op} runs with gradients off, in a torch.no_grad() or inference_mode() block, on "
             f"tensors that carry the gradient{of}.",
-            "the same outside of the block; inside belongs only what is logged.",
+            "the same outside of the block; .requires_grad_(False) for weights that should stay as "
+            "they are.",
         )
     if cut.kind == "copy":
         return (

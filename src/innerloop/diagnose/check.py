@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from innerloop import tasks as _tasks
-from innerloop.diagnose.difference import Noise, compared
-from innerloop.diagnose.judge import Evidence, Judge
+from innerloop.backward.auto import Forecast, forecast
+from innerloop.diagnose.agreement import Agreement
+from innerloop.diagnose.difference import Noise
+from innerloop.diagnose.failures import Failure
+from innerloop.diagnose.judge import Evidence, Judge, approximation
 from innerloop.diagnose.layers import replaced_layers
 from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter, meta_parameters
 from innerloop.diagnose.notes import notes
-from innerloop.diagnose.report import Difference, Finding, Report
+from innerloop.diagnose.report import Difference, Finding, Report, Row
 from innerloop.diagnose.steps import look_at_steps
 from innerloop.diagnose.traced import Traced
 from innerloop.diagnose.untouched import Untouched
@@ -29,7 +31,7 @@ from innerloop.unroll import as_batches
 
 
 def diagnose(
-    inner: InnerLoop, train: Any, val: Any, *, tasks: bool = False, checks: int = 64
+    inner: InnerLoop, train: Any, val: Any, *, tasks: bool = False, checks: int = 32
 ) -> Report:
     """Say which meta-parameters a gradient reaches, whether it is right, and what is in its way.
 
@@ -43,10 +45,9 @@ def diagnose(
         train: one batch for each step, as for ``inner(train, val)``.
         val: what L_val is measured on.
         tasks: whether every tensor has a leading task axis; the first task is looked at then.
-        checks: how many finite differences there may be. If there are more meta-parameters, those
-            of the same part are moved together.
+        checks: up to how many meta-parameters are checked one by one by finite differences. Of
+            more, those of the same part are moved together.
 
-    >>> torch.set_default_dtype(torch.float64)
     >>> model = torch.nn.Linear(1, 1)
     >>> def loss(model, x):
     ...     return (model(x).detach() - 1).square().mean()
@@ -57,7 +58,6 @@ def diagnose(
     (False, False)
     >>> print(report.findings[0].write)
     the same without .detach(); keep it for what is only logged.
-    >>> torch.set_default_dtype(torch.float32)
     """
     if not isinstance(inner, InnerLoop):
         raise InnerLoopError(
@@ -75,6 +75,16 @@ def diagnose(
             return diagnosis.report(checks, warned)
         finally:
             diagnosis.untouched.restore()
+
+
+class _Level(NamedTuple):
+    """The loop without gradients."""
+
+    value: float | None = None
+    losses: tuple[float, ...] = ()
+    noise: Noise | None = None
+    why: str = "not computed"
+    """Why it is not known how exactly L_val is computed."""
 
 
 class _Diagnosis:
@@ -97,44 +107,63 @@ class _Diagnosis:
         self.batches = batches
 
     def report(self, checks: int, warned: list[Any]) -> Report:
-        attempt = self.untouched.attempt
         traced = Traced(self.inner, self.phi)
         evidence = Evidence(self.inner, len(self.batches), traced, failure=self.failure)
-        value, losses, unseen = None, (), None
+        level, unseen = _Level(), None
         if self.failure is None:
-            evidence.grads, evidence.failure = attempt(self._gradients)
-            evidence.looked, unseen = attempt(self._look)
-            if len(self.batches):
-                attempt(lambda: traced.run_step(self.batches))
-            attempt(lambda: self._trace_val(traced))
-            value, losses, repeats = self._values(traced)
-            evidence.differences = self._differences(evidence, repeats, checks)
+            unseen = self._gather(evidence)
+            level = self._level(evidence)
+            evidence.differences = self._differences(evidence, level, checks)
         judge = Judge(evidence)
         rows = tuple(judge.row(p) for p in self.phi)
-        if evidence.failure is not None and not rows:
-            judge.add(judge.failed(evidence.failure))
-        changed = self.untouched.changed
-        more, _ = attempt(lambda: list(notes(evidence, rows, judge.findings, changed, warned)))
-        for finding in more or ():
+        for finding in self._more(judge, rows, checks, warned, unseen):
             judge.add(finding)
-        if len(rows) > checks:
-            text = "Finite differences move the parameters of each part together; "
-            judge.add(Finding("note", f"{text}checks={len(rows)} moves each by itself."))
-        if unseen is not None and evidence.grads is not None:
-            judge.add(Finding("note", f"Norms by step are missing: {unseen.message}"))
         looked = evidence.looked
         return Report(
             rows,
             tuple(sorted(judge.findings, key=lambda f: f.kind == "note")),
             str(self.inner.backward),
             len(self.batches),
-            value,
-            looked.losses if looked is not None else losses,
+            level.value,
+            level.losses if looked is None else looked.losses,
             () if looked is None else looked.grad_norms,
             () if looked is None else looked.b_norms,
             replaced_layers(self.inner.model, traced.step.calls),
             self._memory(),
         )
+
+    def _gather(self, evidence: Evidence) -> Failure | None:
+        """Run everything that needs gradients; what kept the steps from being looked at, if so."""
+        attempt, traced = self.untouched.attempt, evidence.traced
+        evidence.grads, evidence.failure = attempt(self._gradients)
+        evidence.looked, unseen = attempt(self._look)
+        if len(self.batches):
+            attempt(lambda: traced.run_step(self.batches))
+        attempt(lambda: self._trace_val(traced))
+        return unseen
+
+    def _more(
+        self,
+        judge: Judge,
+        rows: tuple[Row, ...],
+        checks: int,
+        warned: list[Any],
+        unseen: Failure | None,
+    ) -> list[Finding]:
+        """What is to be said besides the verdict on each row."""
+        evidence, changed = judge.seen, self.untouched.changed
+        found: list[Finding] = []
+        if evidence.failure is not None and not rows:
+            found.append(judge.failed(evidence.failure))
+        attempt = self.untouched.attempt
+        said, _ = attempt(lambda: list(notes(evidence, rows, judge.findings, changed, warned)))
+        found += said or []
+        if len(rows) > checks:
+            text = "For finite differences, parameters of the same part were moved together; "
+            found.append(Finding("note", f"{text}checks={len(rows)} moves each by itself."))
+        if unseen is not None and evidence.grads is not None:
+            found.append(Finding("note", f"Norms by step are missing: {unseen.message}"))
+        return found
 
     # The runs. ----------------------------------------------------------------------------------
 
@@ -166,29 +195,27 @@ class _Diagnosis:
             value = torch.as_tensor(measured(self.inner, module, self.val)).detach()
         return float(value), torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
 
-    def _values(
-        self, traced: Traced
-    ) -> tuple[float | None, tuple[float, ...], tuple[Noise | None, str]]:
-        """L_val, the training losses, and how well L_val repeats."""
+    def _level(self, evidence: Evidence) -> _Level:
+        """L_val, and how well it repeats."""
         attempt = self.untouched.attempt
-        losses, _ = attempt(self._losses)
+        losses = () if evidence.looked is not None else attempt(self._losses)[0] or ()
         first, failure = attempt(self._evaluated)
         second, _ = attempt(self._evaluated)
         if first is None or second is None:
             why = "L_val could not be computed" if failure is None else f"{failure.kind} was raised"
-            return None, losses or (), (None, why)
+            return _Level(None, losses, None, why)
         value, eps = first
-        eps = max(eps, *(torch.finfo(dtype).eps for dtype in self._dtypes(traced)))
-        spread = abs(second[0] - value)
         if not math.isfinite(value):
-            return value, losses or (), (None, "L_val is not finite")
+            return _Level(value, losses, None, "L_val is not finite")
+        eps = max(eps, *(torch.finfo(dtype).eps for dtype in self._dtypes(evidence.traced)))
+        spread = abs(second[0] - value)
         if spread > 1e4 * eps * abs(value):
             why = (
                 f"L_val does not repeat ({value:.6g}, then {second[0]:.6g}): it depends on random "
                 "numbers that are not torch's, numpy's or Python's, or on something it changes"
             )
-            return value, losses or (), (None, why)
-        return value, losses or (), (Noise(value, eps, spread), "")
+            return _Level(value, losses, None, why)
+        return _Level(value, losses, Noise(value, eps, spread))
 
     def _dtypes(self, traced: Traced) -> list[torch.dtype]:
         """In what L_val is computed: the weights, and casts that were seen."""
@@ -200,44 +227,15 @@ class _Diagnosis:
         with torch.no_grad():
             return tuple(self.inner.adapt(self.batches).losses.double().reshape(-1).tolist())
 
-    def _differences(
-        self,
-        evidence: Evidence,
-        repeats: tuple[Noise | None, str],
-        checks: int,
-    ) -> dict[str, Difference]:
-        noise, why = repeats
-        if noise is None:
-            return {p.name: Difference("not judged", why=why) for p in self.phi}
-        found: dict[str, Difference] = {}
-        for seed, group in enumerate(_grouped(self.phi, checks)):
-            moved = [p.tensor for p in group]
-            grads = [None if evidence.grads is None else evidence.grads[p.name] for p in group]
+    def _differences(self, evidence: Evidence, level: _Level, checks: int) -> dict[str, Difference]:
+        if level.noise is None:
+            return {p.name: Difference("not judged", why=level.why) for p in self.phi}
+        grads = evidence.grads or {}
+        agreement = Agreement(lambda: self._evaluated()[0], level.noise, self.untouched, grads)
+        return agreement.of(self.phi, checks, exact=approximation(evidence) is None)
 
-            def again(moved: list[Tensor] = moved) -> float:
-                self.untouched.restore(moved)
-                try:
-                    return self._evaluated()[0]
-                except Exception:
-                    # Moved out of its range, as a beta above 1. A smaller width may do.
-                    return math.nan
-
-            result, failure = self.untouched.attempt(
-                functools.partial(compared, again, noise, moved, grads, seed)
-            )
-            if failure is not None:
-                result = Difference("not judged", why=f"{failure.kind}: {failure.message}")
-            elif len(group) > 1:
-                result = result._replace(why=f"together with {len(group) - 1} others")
-            found.update({p.name: result for p in group})
-        return found
-
-    def _memory(self) -> Any:
-        try:
-            from innerloop.backward.auto import forecast  # type: ignore[import-not-found]
-        except ImportError:
-            return None
-        if not len(self.batches):
+    def _memory(self) -> Forecast | None:
+        if self.failure is not None or not len(self.batches):
             return None
 
         def run() -> Any:
@@ -245,13 +243,3 @@ class _Diagnosis:
             return forecast(made.step, made.state, made.meta, self.batches[0], len(self.batches))
 
         return self.untouched.attempt(run)[0]
-
-
-def _grouped(phi: Sequence[MetaParameter], checks: int) -> list[list[MetaParameter]]:
-    """What is moved together: each by itself, or each part if that would be too many."""
-    if len(phi) <= checks:
-        return [[p] for p in phi]
-    parts: dict[str, list[MetaParameter]] = {}
-    for p in phi:
-        parts.setdefault(p.part, []).append(p)
-    return list(parts.values())

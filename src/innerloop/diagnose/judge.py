@@ -40,6 +40,25 @@ class Evidence:
     differences: Mapping[str, Difference] = field(default_factory=dict)
 
 
+def approximation(seen: Evidence) -> tuple[str, str] | None:
+    """The approximation that was asked for, if one was, and what to write for none."""
+    inner, backward = seen.inner, seen.inner.backward
+    if inner.first_order:
+        text = "first_order=True leaves out the second derivatives, so this is approximate."
+        return text, "first_order=False for the exact gradient."
+    if isinstance(backward, Truncated) and seen.steps > backward.k:
+        text = f"{backward} leaves out what comes before {last(backward.k)}."
+        return text, "backward=il.Remat() or il.Binomial(8) for the exact gradient."
+    if isinstance(backward, Implicit):
+        text = "Implicit is exact only where training has converged."
+        return text, "more steps, or backward=il.Remat() for the exact gradient."
+    return None
+
+
+def last(k: int) -> str:
+    return "the last step" if k == 1 else f"the last {k} steps"
+
+
 class Judge:
     """Makes one row for each meta-parameter, and collects what is found on the way."""
 
@@ -117,7 +136,13 @@ class Judge:
         failure = self.seen.failure
         assert failure is not None
         finding = self.failed(failure)._replace(rows=(row.name,))
+        lowered = self.lowered()
+        if "NaN" in failure.message and lowered:
+            problem = f"{finding.problem} {_OVERFLOW}"
+            finding = finding._replace(problem=problem, where=lowered, write=_FULL_PRECISION)
+            return finding, "IIIb"
         cuts = [cut for stage in _STAGES for cut in self._cuts(row, stage)]
+        cuts = cuts or [cut for stage in _STAGES for cut in self._cuts(row, stage, own=False)]
         if not cuts or not is_about_the_graph(failure):
             return finding, violated(failure)
         cause = causes(cuts)[0]
@@ -140,7 +165,7 @@ class Judge:
         since = f", from step {max(steps)} backwards" if steps else ""
         lowered = self.lowered()
         if lowered:
-            problem = f"The gradient is not finite{since}: half precision overflowed."
+            problem = f"The gradient is not finite{since}. {_OVERFLOW}"
             return Finding("broken", problem, lowered, _FULL_PRECISION, (row.name,)), "IIIb"
         problem = f"The gradient is not finite{since}."
         write = (
@@ -204,7 +229,7 @@ class Judge:
         lowered = self.lowered()
         if row.norm is None or not lowered:
             return None
-        problem = "The gradient is zero: half precision has nothing between 0 and 6e-8."
+        problem = "The gradient is zero: float16 has nothing between 0 and 6e-8."
         return Finding("broken", problem, lowered, _FULL_PRECISION, (row.name,)), "IIIb"
 
     def _nothing_measured(self, row: Row) -> tuple[Finding, str] | None:
@@ -262,7 +287,7 @@ class Judge:
         return Finding("broken", problem, (), write, (row.name,))
 
     def _differs(self, row: Row) -> tuple[Finding, str]:
-        chosen = self._chosen()
+        chosen = approximation(self.seen)
         # What is left out knowingly, as in torch's spectral_norm, is often this small.
         kind = "broken" if (row.difference.error or 0.0) > 1e-3 else "note"
         if chosen:
@@ -286,20 +311,6 @@ class Judge:
         return Finding(kind, problem, lowered, write, (row.name,)), row.requirement
 
     # What is known. -----------------------------------------------------------------------------
-
-    def _chosen(self) -> tuple[str, str] | None:
-        """The approximation that was asked for, if one was, and what to write for none."""
-        inner, steps = self.seen.inner, self.seen.steps
-        if inner.first_order:
-            text = "first_order=True leaves out the second derivatives, so this is approximate."
-            return text, "first_order=False for the exact gradient."
-        if isinstance(inner.backward, Truncated) and steps > inner.backward.k:
-            text = f"{inner.backward} leaves out all but the last {inner.backward.k} steps."
-            return text, "backward=il.Remat() or il.Binomial(8) for the exact gradient."
-        if isinstance(inner.backward, Implicit):
-            text = "Implicit is exact only where training has converged."
-            return text, "more steps, or backward=il.Remat() for the exact gradient."
-        return None
 
     def _cuts(self, row: Row, stage: str, own: bool = True) -> list[Cut]:
         """The cuts of a stage that the gradient of a row would have passed.
@@ -333,6 +344,7 @@ class Judge:
 
 
 _STAGES = ("loss", "update", "val_loss")
+_OVERFLOW = "Half precision overflowed: float16 ends at 65504."
 _FULL_PRECISION = (
     "the loss in float32: loss(model(x).float(), y.float()); with autocast, dtype=torch.bfloat16, "
     "which has the range of float32."

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from innerloop.functional import Template
 from innerloop.inner_loop import InnerLoop
-from innerloop.step import State
+from innerloop.step import State, buffers_of
 
 
 def as_leaves(template: Template, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,11 +23,11 @@ def as_leaves(template: Template, params: Mapping[str, Tensor]) -> dict[str, Ten
 
 def replica(template: Template, state: State, params: Mapping[str, Tensor]) -> nn.Module:
     """The model with these weights, and with the buffers that training left."""
-    return template.bind(params, {name: b.detach() for name, b in state.buffers.items()})
+    return template.bind(params, buffers_of("", state.buffers))
 
 
 def measured(inner: InnerLoop, module: nn.Module, val: Any) -> Any:
     """What the validation loss returns, without what it returns besides."""
-    measure = inner.loss if inner.val_loss is None else inner.val_loss
+    measure: Any = inner.loss if inner.val_loss is None else inner.val_loss
     out = measure(module, val)
     return out[0] if isinstance(out, tuple) and out else out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from innerloop import _tree
 from innerloop.backward import Truncated
 from innerloop.diagnose.causes import causes
-from innerloop.diagnose.judge import Evidence
+from innerloop.diagnose.judge import Evidence, last
 from innerloop.diagnose.meta_parameters import frozen
 from innerloop.diagnose.report import Finding, Row
 
@@ -113,8 +113,8 @@ def _approximation(
         total = math.fsum(row.per_step)
         if row.part != "init" and seen.steps > k and 0 < total < math.inf:
             share = math.fsum(row.per_step[:-k]) / total
-            text = f"Of the norms that the steps add to {row.name}, {share:.0%} come before the "
-            yield Finding("note", f"{text}last {k} steps and are left out.", rows=(row.name,))
+            text = f"Of the norms that the steps add to {row.name}, {share:.0%} come before "
+            yield Finding("note", f"{text}{last(k)} and are left out.", rows=(row.name,))
 
 
 def _settings(seen: Evidence) -> Iterator[Finding]:

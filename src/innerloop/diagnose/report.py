@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from innerloop.backward.auto import Forecast
 from innerloop.diagnose.table import printed
 
 
@@ -89,7 +90,7 @@ class Report:
     b_norms: tuple[float, ...]
     """The norm of B_j = ∇L_val by the weights before step j, and after the last step."""
     layers: tuple[Layer, ...] = ()
-    memory: Any = None
+    memory: Forecast | None = None
     """A forecast of the peak memory of every strategy, if there could be one."""
 
     @property

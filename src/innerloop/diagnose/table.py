@@ -30,7 +30,7 @@ def printed(report: Report) -> str:
         parts.append("\n".join(["Layers that run in another way", *lines]))
     if report.memory is not None:
         parts.append(f"Memory\n{textwrap.indent(str(report.memory), '  ')}")
-    return "\n\n".join(parts)
+    return "\n".join(line.rstrip() for line in "\n\n".join(parts).splitlines())
 
 
 def _title(report: Report) -> str:

@@ -24,6 +24,8 @@ _SHAPE_ONLY = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "size"),
 }
+# Numbers that a loss may well have of its own; other ones are known again when they are used.
+_COMMON = {0.0, 0.5, 1.0, 2.0, -1.0}
 _HALF = (torch.float16, torch.bfloat16)
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _GRAD_MODE = "_set_grad_enabled"
@@ -154,7 +156,7 @@ class Tracer(TorchFunctionMode):
             else:
                 self._without.add(id(tensor))
         for number in _tree.flatten(out)[0] if behind else ():
-            if isinstance(number, float):
+            if isinstance(number, float) and number not in _COMMON:
                 self._numbers.setdefault(number, set()).update(behind)
 
     def _history(self, value: Any) -> set[int]:

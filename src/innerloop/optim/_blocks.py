@@ -255,20 +255,25 @@ def write_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[
 
 
 def _number(family: Family, name: str, value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        if family.settings[name] > 1:
-            return tuple(_number(family, name, v) for v in value)
-    elif not isinstance(value, Tensor):
-        return value
-    elif value.numel() == 1:
+    arity = family.settings[name]
+    if arity == 1:
+        return _single(name, value)
+    parts = value.unbind() if isinstance(value, Tensor) and value.dim() else value
+    if isinstance(parts, list | tuple) and len(parts) == arity:
+        return tuple(_single(name, part) for part in parts)
+    return _single(name, list(parts))
+
+
+def _single(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    elif family.settings[name] == value.numel():
-        return tuple(value.tolist())
+    if not isinstance(value, Tensor | list | tuple):
+        return value
     raise InnerLoopError(
         four_part(
             f"The setting {name!r} has a value for each parameter or element.",
             "one number per group.",
             "torch.optim keeps one number per group.",
-            "an optimizer with one group per parameter, or write the state only.",
+            "an optimizer with one group per parameter, or a setting with one value per group.",
         )
     )

@@ -1,0 +1,1110 @@
+"""`diagnose` on set-ups that people really get wrong, and on some that are right.
+
+Each broken set-up is a function that builds it; the table says what the report must name: the
+meta-parameter, the operation, the line or module, and what to write instead.
+"""
+
+import copy
+import random
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrizations
+
+import innerloop as il
+from inner_problems import PROBLEMS
+from innerloop.diagnose import diagnose
+
+SGD = torch.optim.SGD
+STEPS = 2
+
+
+def data(steps=STEPS):
+    *train, val = [(torch.randn(5, 2), torch.randn(5, 1)) for _ in range(steps + 1)]
+    return train, val
+
+
+def squares(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(2, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False))
+
+
+def loop(loss=squares, model=None, *, lr=0.1, momentum=0.0, **options):
+    """An inner loop with what it needs; `init` and the rate are learned if nothing else is said."""
+    model = mlp() if model is None else model
+    options.setdefault("learn", ("init", "lr"))
+    inner = il.InnerLoop(model, SGD(model.parameters(), lr=lr, momentum=momentum), loss, **options)
+    return inner, *data()
+
+
+class Parted(nn.Module):
+    """A body and a head, to be cut apart between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+# Broken set-ups. --------------------------------------------------------------------------------
+
+
+def detach_in_the_loss():
+    def loss(model, batch):
+        predicted = model(batch[0]).detach()
+        return F.mse_loss(predicted, batch[1])
+
+    return loop(loss)
+
+
+def detach_in_the_model():
+    class Cut(Parted):
+        def forward(self, x):
+            return self.head(self.body(x).detach())
+
+    return loop(model=nn.Sequential(Cut()))
+
+
+def detach_on_the_parameters():
+    def loss(model, batch):
+        penalty = sum(p.detach().square().sum() for p in model.parameters())
+        return squares(model, batch) + 0.1 * penalty
+
+    return loop(loss)
+
+
+def data_of_a_parameter():
+    def loss(model, batch):
+        return F.mse_loss(F.linear(batch[0], model.weight.data, model.bias), batch[1])
+
+    return loop(loss, nn.Linear(2, 1))
+
+
+def detach_in_the_grad_transform():
+    def constant(grads):
+        return {name: g.detach() for name, g in grads.items()}
+
+    return loop(grad_transform=constant)
+
+
+def detach_in_a_transform():
+    pair = (lambda raw: raw.detach().exp(), torch.log)
+    return loop(learn={"init": True, "lr": il.Learn(transform=pair)})
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.3))
+
+    def forward(self, model, batch):
+        return self.scale * squares(model, batch)
+
+
+def item_in_the_loss():
+    class Number(Weighted):
+        def forward(self, model, batch):
+            return self.scale.item() * squares(model, batch)
+
+    return loop(Number(), val_loss=squares)
+
+
+def float_in_the_loss():
+    class Number(Weighted):
+        def forward(self, model, batch):
+            twice = 2 * float(self.scale)
+            return twice * squares(model, batch)
+
+    return loop(Number(), val_loss=squares)
+
+
+def item_of_the_loss():
+    def loss(model, batch):
+        return squares(model, batch).item()
+
+    return loop(loss)
+
+
+def item_in_a_learned_optimizer():
+    class Rate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = nn.Parameter(torch.tensor(-2.0))
+
+        def init(self, params):
+            return ()
+
+        def update(self, params, grads, state):
+            rate = self.rate.exp().item()
+            return {n: p - rate * grads[n] for n, p in params.items()}, state
+
+    return il.InnerLoop(mlp(), Rate(), squares), *data()
+
+
+def argmax_metric():
+    def accuracy(model, batch):
+        predicted = model(batch[0]).argmax(-1)
+        return (predicted == batch[1]).double().mean()
+
+    def entropy(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    inner, *_ = loop(entropy, nn.Linear(2, 3), val_loss=accuracy)
+    *train, val = [(torch.randn(6, 2), torch.randint(3, (6,))) for _ in range(STEPS + 1)]
+    return inner, train, val
+
+
+def compared_metric():
+    def accuracy(model, batch):
+        return ((model(batch[0]) > 0) == (batch[1] > 0)).double().mean()
+
+    return loop(val_loss=accuracy)
+
+
+def no_grad_block():
+    class Frozen(Parted):
+        def forward(self, x):
+            with torch.no_grad():
+                features = self.body(x)
+            return self.head(features)
+
+    return loop(model=Frozen())
+
+
+def no_grad_loss():
+    @torch.no_grad()
+    def loss(model, batch):
+        return squares(model, batch)
+
+    return loop(loss)
+
+
+def inference_block():
+    def loss(model, batch):
+        with torch.inference_mode():
+            hidden = model[0](batch[0])
+        return F.mse_loss(model[2](hidden), batch[1])
+
+    return loop(loss)
+
+
+def unused_in_the_loss():
+    class Spare(Weighted):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Parameter(torch.ones(3))
+
+    return loop(Spare(), val_loss=squares)
+
+
+def unused_in_the_model():
+    class Spare(Parted):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(4, 4)
+
+    return loop(model=Spare())
+
+
+def no_second_derivative():
+    def loss(model, batch):
+        return torch.cdist(model(batch[0]), batch[1]).mean()
+
+    return loop(loss)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def differentiable_once():
+    def loss(model, batch):
+        return Squared.apply(model(batch[0]) - batch[1]).mean()
+
+    return loop(loss)
+
+
+def clamp_in_place():
+    def loss(model, batch):
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+        return squares(model, batch)
+
+    return loop(loss)
+
+
+def decay_in_place():
+    def loss(model, batch):
+        for p in model.parameters():
+            p.data.mul_(0.9)
+        return squares(model, batch)
+
+    return loop(loss)
+
+
+def overwritten():
+    def loss(model, batch):
+        hidden = torch.exp(model(batch[0]))
+        hidden.add_(1)
+        return (hidden - batch[1]).square().mean()
+
+    return loop(loss)
+
+
+def loaded_in_the_loss():
+    def loss(model, batch):
+        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+        return squares(model, batch)
+
+    return loop(loss)
+
+
+def batch_in_place():
+    def loss(model, batch):
+        batch[0].mul_(0.5)
+        return squares(model, batch)
+
+    inner, train, val = loop(loss)
+    return inner, [train[0]] * STEPS, val
+
+
+def half_that_underflows():
+    def loss(model, batch):
+        predicted = 1e-4 * model(batch[0].float()).half()
+        return 1e-6 * predicted.square().mean()
+
+    return loop(loss, mlp().float())
+
+
+def half_that_overflows():
+    def loss(model, batch):
+        predicted = model(batch[0].float()).half()
+        return 100 * (predicted * 300).square().mean()
+
+    return loop(loss, mlp().float(), lr=1e-9)
+
+
+def half_that_overflows_in_the_gradient():
+    def measure(model, batch):
+        predicted = model(batch[0].float()).half()
+        return 1e6 * predicted.float().mean()
+
+    def plain(model, batch):
+        return model(batch[0].float()).square().mean()
+
+    return loop(plain, mlp().float(), val_loss=measure)
+
+
+def root_at_zero():
+    def measure(model, batch):
+        return (0 * model[2].weight).square().sum().sqrt() + squares(model, batch)
+
+    return loop(val_loss=measure)
+
+
+def copied():
+    def loss(model, batch):
+        return torch.tensor(squares(model, batch))
+
+    return loop(loss)
+
+
+def listed():
+    def loss(model, batch):
+        terms = [(p - q).square().mean() for p, q in zip(model(batch[0]), batch[1], strict=True)]
+        return torch.tensor(terms).mean()
+
+    return loop(loss)
+
+
+def new_parameter():
+    def loss(model, batch):
+        hidden = nn.Parameter(model[0](batch[0]))
+        return F.mse_loss(model[2](hidden), batch[1])
+
+    return loop(loss)
+
+
+def through_numpy():
+    def loss(model, batch):
+        hidden = numpy.tanh(model[0](batch[0]).detach().numpy())
+        return F.mse_loss(model[2](torch.from_numpy(hidden)), batch[1])
+
+    return loop(loss)
+
+
+def penalty_without_graph():
+    def loss(model, batch):
+        x = batch[0].clone().requires_grad_()
+        out = model(x)
+        slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        return F.mse_loss(out, batch[1]) + slope.square().mean()
+
+    return loop(loss)
+
+
+def rounded():
+    class Rounded(Weighted):
+        def forward(self, model, batch):
+            return F.mse_loss(model(batch[0]), batch[1] * torch.round(10 * self.scale))
+
+    return loop(Rounded(), val_loss=squares)
+
+
+def outside_in_the_loss():
+    model = mlp()
+
+    def loss(_, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    return loop(loss, model)
+
+
+def outside_in_the_val_loss():
+    model = mlp()
+
+    def measure(_, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    return loop(squares, model, val_loss=measure)
+
+
+def first_order_learned_loss():
+    return loop(Weighted(), val_loss=squares, first_order=True)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        doubled = 2 * x
+        return doubled + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def wrong_backward():
+    def loss(model, batch):
+        return F.mse_loss(Twice.apply(model(batch[0])), batch[1])
+
+    return loop(loss)
+
+
+def crash():
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0].T), batch[1])
+
+    return loop(loss)
+
+
+def truncated_before_the_start():
+    return loop(backward=il.Truncated(1))
+
+
+def no_batches():
+    inner, train, val = loop()
+    return inner, train[0][0], val
+
+
+class Broken(NamedTuple):
+    """What a report must say of one meta-parameter."""
+
+    build: object
+    row: str
+    requirement: str
+    says: str
+    """A part of the problem, or of the error: the operation."""
+    where: str
+    """A part of the place: the line's code, or the module."""
+    write: str
+    reached: bool = False
+    """Whether a gradient arrives all the same, but a wrong one."""
+
+
+ALL_WEIGHTS = "model.0.weight"
+BROKEN = [
+    Broken(detach_in_the_loss, ALL_WEIGHTS, "IIIb", ".detach()", "predicted = ", "without .detach"),
+    Broken(
+        detach_in_the_model,
+        "model.0.body.0.weight",
+        "IIIb",
+        ".detach()",
+        "in model.0: return self.head(self.body(x).detach())",
+        "without .detach()",
+    ),
+    Broken(
+        detach_on_the_parameters,
+        ALL_WEIGHTS,
+        "IIIb",
+        ".detach()",
+        "penalty = sum(p.detach()",
+        "without .detach()",
+        reached=True,
+    ),
+    Broken(
+        data_of_a_parameter, "model.weight", "IIIb", ".data", "model.weight.data", "without .data"
+    ),
+    Broken(
+        detach_in_the_grad_transform,
+        ALL_WEIGHTS,
+        "II",
+        ".detach()",
+        "g.detach() for name",
+        "without .detach()",
+        reached=True,
+    ),
+    Broken(
+        detach_in_a_transform, "settings.lr", "IIIa", ".detach()", "raw.detach().exp()", "without"
+    ),
+    Broken(item_in_the_loss, "loss.scale", "IIIb", ".item()", "in loss: return self", "tensor"),
+    Broken(float_in_the_loss, "loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor"),
+    Broken(item_of_the_loss, ALL_WEIGHTS, "IIIb", ".item()", ").item()", "the tensor itself"),
+    Broken(
+        item_in_a_learned_optimizer,
+        "optimizer.rate",
+        "IIIa",
+        ".item()",
+        "in optimizer: rate = self.rate.exp().item()",
+        "the tensor itself",
+    ),
+    Broken(argmax_metric, "model.weight", "I", "argmax", "predicted = ", "cross_entropy"),
+    Broken(argmax_metric, "settings.lr", "I", "argmax", "predicted = ", "cross_entropy"),
+    Broken(compared_metric, ALL_WEIGHTS, "I", "comparison >", "(model(batch[0]) > 0)", "sigmoid"),
+    Broken(
+        no_grad_block,
+        "model.body.0.weight",
+        "IIIb",
+        "no_grad",
+        "in model: features = self.body(x)",
+        "outside of the block",
+    ),
+    Broken(no_grad_loss, ALL_WEIGHTS, "IIIb", "no_grad", "mse_loss(model(", "outside of the block"),
+    Broken(
+        inference_block,
+        ALL_WEIGHTS,
+        "IIIb",
+        "inference_mode",
+        "hidden = model[0]",
+        "outside of the block",
+    ),
+    Broken(unused_in_the_loss, "loss.spare", "IIIb", "The loss never uses", "", "remove it"),
+    Broken(
+        unused_in_the_model, "model.spare.weight", "IIIb", "The model never uses", "", "remove it"
+    ),
+    Broken(no_second_derivative, ALL_WEIGHTS, "IIIb", "cdist", "torch.cdist(", "x[:, None]"),
+    Broken(
+        differentiable_once, ALL_WEIGHTS, "IIIb", "Squared", "Squared.apply", "composed of differ"
+    ),
+    Broken(
+        clamp_in_place,
+        ALL_WEIGHTS,
+        "IIIb",
+        "clamp_ writes in place",
+        "model[0].weight.clamp_(",
+        "a new tensor",
+        reached=True,
+    ),
+    Broken(
+        decay_in_place,
+        ALL_WEIGHTS,
+        "IIIb",
+        "mul_ writes in place",
+        "p.data.mul_(0.9)",
+        "a new tensor",
+        reached=True,
+    ),
+    Broken(overwritten, ALL_WEIGHTS, "", "in place", "hidden.add_(1)", "x = x + y and not x += y"),
+    Broken(
+        loaded_in_the_loss,
+        ALL_WEIGHTS,
+        "IIIb",
+        "copy_ writes in place",
+        "model.load_state_dict",
+        "a new tensor",
+        reached=True,
+    ),
+    Broken(batch_in_place, ALL_WEIGHTS, "", "in place", "batch[0].mul_(0.5)", "x = x + y"),
+    Broken(
+        half_that_underflows,
+        ALL_WEIGHTS,
+        "IIIb",
+        "float16 has nothing between 0 and 6e-8",
+        ".half()",
+        "float32",
+    ),
+    Broken(
+        half_that_overflows, ALL_WEIGHTS, "IIIb", "Half precision overflowed", ".half()", "float32"
+    ),
+    Broken(
+        half_that_overflows_in_the_gradient,
+        ALL_WEIGHTS,
+        "IIIb",
+        "Half precision overflowed",
+        ".half()",
+        "float32",
+    ),
+    Broken(root_at_zero, "model.2.weight", "IIIb", "The gradient is not finite", "", "sqrt"),
+    Broken(copied, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack"),
+    Broken(listed, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack"),
+    Broken(
+        new_parameter,
+        ALL_WEIGHTS,
+        "IIIb",
+        "A new parameter",
+        "model[2](hidden)",
+        "without nn.Parameter",
+    ),
+    Broken(through_numpy, ALL_WEIGHTS, "IIIb", ".detach()", ".numpy()", "without .detach()"),
+    Broken(
+        penalty_without_graph,
+        ALL_WEIGHTS,
+        "IIIb",
+        "torch.autograd.grad",
+        "slope = torch.autograd.grad(",
+        "create_graph=True",
+        reached=True,
+    ),
+    Broken(rounded, "loss.scale", "IIIb", "round", "in loss: return", "without round"),
+    Broken(
+        outside_in_the_loss, ALL_WEIGHTS, "IIIb", "model from outside", "model(batch[0])", "argum"
+    ),
+    Broken(
+        outside_in_the_val_loss, "settings.lr", "I", "from outside", "model(batch[0])", "argument"
+    ),
+    Broken(
+        first_order_learned_loss, "loss.scale", "IIIb", "first_order=True", "", "first_order=False"
+    ),
+    Broken(
+        wrong_backward,
+        ALL_WEIGHTS,
+        "IIIb",
+        "Finite differences differ",
+        "",
+        "backward of the autograd.Function Twice",
+        reached=True,
+    ),
+    Broken(crash, ALL_WEIGHTS, "", "shapes cannot be multiplied", "batch[0].T", "the error says"),
+    Broken(
+        truncated_before_the_start, ALL_WEIGHTS, "", "Truncated(k=1", "", "Truncated(2), another"
+    ),
+    Broken(no_batches, ALL_WEIGHTS, "", "You gave a Tensor as the batches", "", "[batch] * 5"),
+]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.build.__name__}-{case.row}")
+def test_the_report_names_what_is_broken_and_what_to_write(case):
+    inner, train, val = case.build()
+    before = copy.deepcopy(inner.state_dict())
+    report = diagnose(inner, train, val)
+    row = report[case.row]
+    finding = next(found for found in report.findings if case.row in found.rows)
+    where = " | ".join(finding.where)
+    assert not report.healthy
+    assert finding.kind == "broken"
+    assert (row.reached, row.requirement) == (case.reached, case.requirement)
+    assert case.says in f"{finding.problem} {finding.message}"
+    assert case.where in where
+    assert (Path(__file__).name in where) is bool(case.where)
+    assert case.write in finding.write
+    assert row.problem == finding.problem
+    assert row.write == finding.write
+    for text in (case.row, row.write.split()[0]):
+        assert text in str(report)
+    assert all(torch.equal(before[name], value) for name, value in inner.state_dict().items())
+
+
+def test_a_path_that_is_cut_still_has_an_influence():
+    """What tells a broken path from a parameter that does not matter."""
+    report = diagnose(*item_in_the_loss())
+    assert report["loss.scale"].difference.influence
+    report = diagnose(*unused_in_the_loss())
+    assert not report["loss.spare"].difference.influence
+    assert report["loss.scale"].reached
+
+
+def test_a_val_loss_with_a_model_from_outside_is_no_measure_of_training():
+    report = diagnose(*outside_in_the_val_loss())
+    row = report["model.0.weight"]
+    assert row.reached
+    assert row.requirement == "I"
+    assert report.b_norms == (0.0,) * (STEPS + 1)
+    assert any("does not depend on the trained weights" in f.problem for f in report.findings)
+
+
+def test_a_batch_written_to_is_noticed():
+    report = diagnose(*batch_in_place())
+    assert any("writes in place to its batch" in f.problem for f in report.findings)
+
+
+def test_the_error_is_kept_in_full():
+    report = diagnose(*argmax_metric())
+    assert "RequirementError: The validation loss does not depend" in report.findings[0].message
+    report = diagnose(*crash())
+    assert "RuntimeError" in report.findings[0].message
+    assert report.val_loss is None
+    assert report["model.0.weight"].difference.verdict == "not judged"
+
+
+# Set-ups that are right, or that are approximate by choice. -------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "learned_loss"])
+def test_a_healthy_loop(name):
+    problem = PROBLEMS[name]
+    model, loss, train, val = problem.build()
+    trained = [p for n, p in model.named_parameters() if n not in problem.left_out]
+    inner = il.InnerLoop(model, SGD(trained, lr=0.1, momentum=0.9), loss, learn=("init", "lr"))
+    report = diagnose(inner, train, val)
+    assert report.healthy, str(report)
+    assert not [found for found in report.findings if found.kind != "note"]
+    assert {row.difference.verdict for row in report.rows} == {"agrees"}
+    assert {row.requirement for row in report.rows} == {"IIIa", "IIIb"}
+    assert all((row.difference.error or 0) < 1e-6 for row in report.rows)
+
+
+def test_a_learned_loss_whose_last_bias_cannot_matter():
+    """It adds a constant to the loss: the report says so, and all the rest is reached."""
+    model, loss, train, val = PROBLEMS["learned_loss"].build()
+    inner = il.InnerLoop(model, SGD(model.parameters(), lr=0.1), loss, val_loss=squares)
+    report = diagnose(inner, train, val)
+    assert [row.name for row in report.rows if not row.reached] == ["loss.compare.2.bias"]
+    finding = next(f for f in report.findings if "loss.compare.2.bias" in f.rows)
+    assert finding.kind == "no influence"
+    assert "constant added to the loss" in finding.problem
+    assert "Finite differences say the same" in finding.problem
+
+
+@pytest.mark.parametrize(
+    "backward", [il.Remat(), il.Binomial(2), il.Forward(), il.Auto("1GB")], ids=str
+)
+def test_strategies_report_the_same(backward):
+    inner, train, val = loop(momentum=0.9)
+    expected = diagnose(inner, train, val)
+    inner.backward = backward
+    report = diagnose(inner, train, val)
+    assert report.healthy
+    assert report.backward == str(backward)
+    for row, other in zip(report.rows, expected.rows, strict=True):
+        assert row.norm == pytest.approx(other.norm, rel=1e-9)
+        assert row.per_step == pytest.approx(other.per_step, rel=1e-9)
+    assert report.b_norms == pytest.approx(expected.b_norms, rel=1e-9)
+
+
+def test_values_only_logged_are_no_finding():
+    def loss(model, batch):
+        predicted = model(batch[0])
+        value = F.mse_loss(predicted, batch[1])
+        return value, {"right": (predicted.detach() > 0).double().mean(), "loss": value.item()}
+
+    report = diagnose(*loop(loss))
+    assert report.healthy
+    assert not report.findings
+
+
+def test_momentum_that_starts_at_zero_is_reached_with_a_note():
+    report = diagnose(*loop(learn=("lr", "momentum")))
+    row = report["settings.momentum"]
+    assert row.reached
+    assert row.difference.verdict == "agrees"
+    (finding,) = report.findings
+    assert (finding.kind, finding.rows) == ("note", ("settings.momentum",))
+    assert "starts at 0" in finding.problem
+
+
+def test_first_order_reaches_the_start_and_says_that_it_is_approximate():
+    report = diagnose(*loop(first_order=True))
+    row = report["model.0.weight"]
+    assert row.reached
+    assert row.requirement == "II"
+    assert row.difference.verdict == "differs"
+    (finding,) = report.findings
+    assert finding.kind == "by choice"
+    assert "first_order=True leaves out the second derivatives" in finding.problem
+    assert report.healthy
+
+
+def test_truncation_says_what_it_leaves_out():
+    inner, train, val = loop(learn=("lr",), backward=il.Truncated(1))
+    report = diagnose(inner, train, val)
+    row = report["settings.lr"]
+    assert row.reached
+    assert row.difference.verdict == "differs"
+    assert len(row.per_step) == STEPS
+    assert report.findings[0].kind == "by choice"
+    assert "before the last step" in report.findings[0].problem
+    share = row.per_step[0] / sum(row.per_step)
+    assert f"{share:.0%} come before the last step" in report.findings[1].problem
+
+
+def test_the_implicit_gradient_before_convergence_is_by_choice():
+    class Ridge(Weighted):
+        def forward(self, model, batch):
+            return squares(model, batch) + self.scale * model.weight.square().sum()
+
+    inner, train, val = loop(
+        Ridge(), nn.Linear(2, 1), learn=(), val_loss=squares, backward=il.Implicit(), lr=0.2
+    )
+    report = diagnose(inner, train[:1] * 5, val)
+    assert report.findings[0].kind == "by choice"
+    assert any("A warning was given: Training ended" in f.problem for f in report.findings)
+    converged = diagnose(inner, train[:1] * 60, val)
+    assert converged["loss.scale"].difference.verdict == "agrees"
+
+
+def test_a_rate_without_an_inner_gradient_has_no_influence():
+    def flat(model, batch):
+        return F.relu(model(batch[0]) - 100).mean()
+
+    report = diagnose(*loop(flat, learn=("lr",), val_loss=squares))
+    assert not report["settings.lr"].reached
+    (finding,) = report.findings
+    assert finding.kind == "no influence"
+    assert "The inner gradient is zero at every step" in finding.problem
+    assert report.grad_norms == (0.0,) * STEPS
+
+
+def test_a_piecewise_linear_loss_gives_its_parameters_no_gradient():
+    class Hinge(Weighted):
+        def forward(self, model, batch):
+            return F.relu(self.scale + model(batch[0]) * batch[1]).mean()
+
+    report = diagnose(*loop(Hinge(), nn.Linear(2, 1), val_loss=squares))
+    row = report["loss.scale"]
+    assert not row.reached
+    assert row.difference.verdict == "agrees"
+    finding = next(f for f in report.findings if row.name in f.rows)
+    assert finding.kind == "no influence"
+    assert "linear piece by piece" in finding.problem
+    assert "softplus" in finding.write
+    assert report["model.weight"].reached
+
+
+def test_half_precision_that_holds_is_a_note():
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0].float()).half(), batch[1].half())
+
+    report = diagnose(*loop(loss, mlp().float()))
+    (finding,) = report.findings
+    assert finding.kind == "note"
+    assert "float16" in finding.problem
+    assert ".half()" in finding.where[0]
+    unsure = [row.difference for row in report.rows if row.difference.verdict == "not judged"]
+    assert unsure
+    assert "L_val has about 3 digits" in unsure[0].why
+    assert report.healthy
+
+
+def test_randomness_that_cannot_be_replayed_is_not_judged():
+    calls = []
+
+    def loss(model, batch):
+        calls.append(None)
+        return squares(model, batch) * (1 + 0.1 * len(calls))
+
+    report = diagnose(*loop(loss))
+    assert {row.difference.verdict for row in report.rows} == {"not judged"}
+    assert "L_val does not repeat" in report.rows[0].difference.why
+    assert "L_val does not repeat" in str(report)
+
+
+def test_randomness_of_torch_numpy_and_python_is_replayed():
+    def loss(model, batch):
+        noise = random.random() + numpy.random.rand() + torch.rand(()).item()
+        return noise * squares(model, batch)
+
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    report = diagnose(*loop(loss, model))
+    assert {row.difference.verdict for row in report.rows} == {"agrees"}
+
+
+def test_float32_is_judged_by_its_own_digits():
+    inner, train, val = loop(model=mlp().float())
+    train = [tuple(t.float() for t in batch) for batch in train]
+    report = diagnose(inner, train, tuple(t.float() for t in val))
+    assert {row.difference.verdict for row in report.rows} == {"agrees"}
+    assert max(row.difference.error for row in report.rows) < 1e-2
+
+
+def test_no_steps():
+    inner, _, val = loop()
+    report = diagnose(inner, [], val)
+    assert report["model.0.weight"].requirement == "I"
+    assert not report["settings.lr"].reached
+    assert report.losses == ()
+    assert len(report.b_norms) == 1
+
+
+def test_nothing_to_learn():
+    report = diagnose(*loop(learn=()))
+    assert not report.healthy
+    assert "There is no meta-parameter" in report.findings[0].problem
+
+
+def test_a_learned_loss_as_its_own_measure():
+    report = diagnose(*loop(Weighted()))
+    assert report["loss.scale"].direct > 0
+    assert any("L_val is the learned loss itself" in f.problem for f in report.findings)
+
+
+def test_a_tensor_that_is_closed_over():
+    temperature = torch.tensor(1.5, requires_grad=True)
+
+    def loss(model, batch):
+        return temperature * squares(model, batch)
+
+    report = diagnose(*loop(loss))
+    assert report.healthy
+    assert "'temperature'" in report.findings[0].problem
+
+
+def test_a_tensor_rate_inside_the_optimizer():
+    model = mlp()
+    rate = torch.tensor(0.1, requires_grad=True)
+    inner = il.InnerLoop(model, SGD(model.parameters(), lr=rate), squares)
+    report = diagnose(inner, *data())
+    assert report["optimizer.lr"].reached
+    assert report["optimizer.lr"].difference.verdict == "agrees"
+
+
+def test_an_exploding_gradient():
+    inner, train, val = loop(model=nn.Linear(2, 1), lr=5.0)
+    report = diagnose(inner, train[:1] * 8, val)
+    assert any("explodes on its way back" in f.problem for f in report.findings)
+
+
+def test_frozen_parameters_are_mentioned():
+    model = mlp()
+    model[0].requires_grad_(False)
+    inner = il.InnerLoop(model, SGD(model[2].parameters(), lr=0.1), squares)
+    report = diagnose(inner, *data())
+    assert [row.name for row in report.rows] == ["model.2.weight"]
+    assert "model.0.weight" in report.findings[0].problem
+
+
+def test_of_many_parameters_those_of_a_part_are_moved_together():
+    inner, train, val = loop()
+    report = diagnose(inner, train, val, checks=2)
+    assert report["model.0.weight"].difference.why == "together with 1 other"
+    assert report["model.0.weight"].difference.verdict == "agrees"
+    assert report["settings.lr"].difference.why == ""
+    assert "checks=3 moves each by itself" in report.findings[0].problem
+
+
+def test_of_many_parameters_those_that_differ_are_found():
+    """The others of the same part still agree."""
+    inner, train, val = detach_in_the_model()
+    report = diagnose(inner, train, val, checks=1)
+    expected = diagnose(inner, train, val)
+    assert report["model.0.head.weight"].difference.why == "together with 1 other"
+    for row, other in zip(report.rows, expected.rows, strict=True):
+        assert row.difference.verdict == other.difference.verdict
+        assert row.difference.influence == other.difference.influence
+
+
+def test_tasks():
+    inner, train, val = loop()
+    single = diagnose(inner, train, val)
+    stacked = [tuple(torch.stack([t, t + 1]) for t in batch) for batch in train]
+    report = diagnose(inner, stacked, tuple(torch.stack([t, t + 1]) for t in val), tasks=True)
+    assert report.val_loss == pytest.approx(single.val_loss)
+
+
+def test_what_is_no_inner_loop_is_refused():
+    with pytest.raises(il.InnerLoopError, match="You gave a Linear to diagnose"):
+        diagnose(nn.Linear(1, 1), [], None)
+
+
+# The numbers. -----------------------------------------------------------------------------------
+
+
+def test_norms_by_step_of_a_scalar_problem():
+    """Eq. 2 for ℓ = (w - x)² / 2: G = w - x, so that B and A can be written down."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+
+    def half(model, target):
+        return 0.5 * (model.weight - target).square().sum()
+
+    inner = il.InnerLoop(model, SGD(model.parameters(), lr=0.1), half, learn=("init", "lr"))
+    x0, x1, x = (torch.tensor(v) for v in (1.0, 2.0, -1.0))
+    report = diagnose(inner, [x0, x1], x)
+    w0, lr = 3.0, 0.1
+    w1 = w0 - lr * (w0 - 1)
+    w2 = w1 - lr * (w1 - 2)
+    b2 = w2 + 1
+    b1, b0 = b2 * (1 - lr), b2 * (1 - lr) ** 2
+    assert report.losses == pytest.approx(((w0 - 1) ** 2 / 2, (w1 - 2) ** 2 / 2))
+    assert report.grad_norms == pytest.approx((w0 - 1, w1 - 2))
+    assert report.b_norms == pytest.approx((b0, b1, b2))
+    assert report["model.weight"].per_step == pytest.approx((b0, b1))
+    assert report["model.weight"].norm == pytest.approx(b0)
+    assert report["settings.lr"].per_step == pytest.approx((b1 * (w0 - 1), b2 * (w1 - 2)))
+    assert report["settings.lr"].norm == pytest.approx(b1 * (w0 - 1) + b2 * (w1 - 2))
+
+
+def test_norms_by_step_of_a_transformed_setting():
+    """What a step adds is counted in the learned number: d lr / d raw = lr for a logarithm."""
+    inner, train, val = loop()
+    logarithm = il.InnerLoop(
+        inner.model,
+        inner.optimizer,
+        squares,
+        learn={"init": True, "lr": il.Learn(transform="log")},
+    )
+    plain, scaled = (diagnose(i, train, val)["settings.lr"] for i in (inner, logarithm))
+    assert scaled.per_step == pytest.approx([0.1 * norm for norm in plain.per_step])
+
+
+def test_layers_that_are_replaced():
+    class Own(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.mixed = parametrizations.weight_norm(nn.Linear(2, 2))
+            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+            self.own = Own()
+            self.head = nn.Linear(2, 1)
+
+        def forward(self, x):
+            h = self.mixed(self.norm(x))[None]
+            return self.head(self.own(self.attention(h, h, h)[0])[0])
+
+    report = diagnose(*loop(model=Layers()))
+    instead = {layer.path: layer.instead for layer in report.layers}
+    assert "second derivative" in instead["model.norm"]
+    assert "composed" in instead["model.mixed.parametrizations.weight.0"]
+    assert "math kernels" in instead["model.attention"]
+    assert "math kernels" in instead["model.own"]
+    assert "model.attention (MultiheadAttention)" in str(report)
+    assert len(instead) == 4
+
+
+def test_the_memory_forecast():
+    report = diagnose(*loop())
+    assert report.memory is not None
+    assert {str(row.strategy) for row in report.memory.rows} >= {"Tape()", "Remat(every=1)"}
+    assert "Remat(every=1)" in str(report)
+
+
+# Leaving no trace. ------------------------------------------------------------------------------
+
+
+def test_nothing_is_touched():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train, val = data()
+    squares(model, val).backward()
+    optimizer.step()
+    inner = il.InnerLoop(model, optimizer, squares, learn=("init", "lr", "betas"))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), inner.state_dict()))
+    batches = copy.deepcopy((train, val))
+    grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    versions = [(p, p._version, p.data_ptr()) for p in inner.parameters()]
+    states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy())
+    report = diagnose(inner, train, val)
+    after = (model.state_dict(), optimizer.state_dict(), inner.state_dict())
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0)
+    torch.testing.assert_close((train, val), batches, rtol=0, atol=0)
+    for p, (grad, content) in zip(model.parameters(), grads, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, content)
+    assert all(p.grad is None for p in inner.settings.parameters())
+    assert all(p._version == v and p.data_ptr() == at for p, v, at in versions)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()
+    assert {row.difference.verdict for row in report.rows} <= {"agrees", "not judged"}
+
+
+def test_a_graph_that_is_waiting_can_still_be_used():
+    inner, train, val = loop()
+    value = inner(train, val)
+    expected = torch.autograd.grad(value, list(inner.parameters()), retain_graph=True)
+    diagnose(inner, train, val)
+    again = torch.autograd.grad(value, list(inner.parameters()))
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_a_backward_inside_the_loss_leaves_no_gradient():
+    def loss(model, batch):
+        value = squares(model, batch)
+        value.backward(retain_graph=True)
+        return value
+
+    inner, train, val = loop(loss)
+    diagnose(inner, train, val)
+    assert all(p.grad is None for p in inner.parameters())
+
+
+def test_the_state_that_truncation_carries_is_kept():
+    inner, train, val = loop(learn=("lr",), backward=il.Truncated(3, carry=True))
+    inner(train, val)
+    carried = inner._carried
+    report = diagnose(inner, train, val)
+    assert inner._carried is carried
+    assert report["settings.lr"].difference.verdict == "agrees"
+    with torch.no_grad():
+        assert report.val_loss == pytest.approx(inner(train, val).item())
+
+
+def test_gradients_may_be_off():
+    inner, train, val = loop()
+    with torch.no_grad():
+        assert diagnose(inner, train, val).healthy
+        assert not torch.is_grad_enabled()
+
+
+# The page. --------------------------------------------------------------------------------------
+
+
+def masked(text):
+    """Numbers that depend on the machine, and how wide they make a column, left out."""
+    text = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?( k?B|x\b)?", "#", text)
+    return [line for line in re.sub(r"[ -]{2,}", "  ", text).splitlines() if "slots" not in line]
+
+
+def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
+    """Its Python blocks, put into one file in order, print its text blocks."""
+    page = Path(__file__).parents[1] / "docs" / "diagnose.md"
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert [kind for kind, _ in blocks].count("text") >= 2
+    file = tmp_path / "train.py"
+    file.write_text("".join(block for kind, block in blocks if kind == "python"))
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    namespace, line = {}, 0
+    for kind, block in blocks:
+        if kind == "python":
+            exec(compile("\n" * line + block, str(file), "exec"), namespace)
+            line += block.count("\n")
+        else:
+            assert masked(capsys.readouterr().out.strip()) == masked(block.strip())
