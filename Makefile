@@ -9,10 +9,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench docs format clean
+.PHONY: help demo test bench bench-memory docs format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## MAML on sines: a table, and a picture in out/sine (about a minute)
 	$(BIN)/python -m innerloop.experiments.sine
@@ -26,6 +26,9 @@ test: $(VENV)/dev.stamp ## lint, type check, tests and docs
 
 bench: ## time innerloop against higher (makes its own environment)
 	$(PYTHON) benchmarks/run.py
+
+bench-memory: ## memory and time over inner steps, against higher (an hour or two)
+	$(PYTHON) benchmarks/memory.py
 
 docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -413,7 +413,9 @@ class Wider(Net):
 
 
 @pytest.mark.parametrize(
-    "make", [Wider, lambda: nn.Linear(2, 1), lambda: nn.Sequential(Net()), normed], ids=str
+    "make",
+    [Wider, lambda: nn.Linear(2, 1), lambda: nn.Sequential(Net()), normed],
+    ids=["wider", "another", "one level deeper", "with a norm"],
 )
 def test_another_model_is_refused(make):
     inner, train, _ = built()

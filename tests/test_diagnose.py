@@ -520,11 +520,10 @@ BROKEN = [
     Broken(
         clamp_in_place,
         ALL_WEIGHTS,
-        "IIIb",
-        "clamp_ writes in place",
-        "model[0].weight.clamp_(",
-        "a new tensor",
-        reached=True,
+        "",
+        "wrote in place to the weight '0.weight'",
+        "",
+        "as a new tensor",
     ),
     Broken(
         decay_in_place,
@@ -539,11 +538,10 @@ BROKEN = [
     Broken(
         loaded_in_the_loss,
         ALL_WEIGHTS,
-        "IIIb",
-        "copy_ writes in place",
-        "model.load_state_dict",
-        "a new tensor",
-        reached=True,
+        "",
+        "wrote in place to the weight '0.weight'",
+        "",
+        "as a new tensor",
     ),
     Broken(batch_in_place, ALL_WEIGHTS, "", "in place", "batch[0].mul_(0.5)", "x = x + y"),
     Broken(
@@ -633,6 +631,18 @@ def test_the_report_names_what_is_broken_and_what_to_write(case):
     for text in (case.row, row.write.split()[0]):
         assert text in str(report)
     assert all(torch.equal(before[name], value) for name, value in inner.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("build", "op", "line"),
+    [
+        (clamp_in_place, "clamp_ writes in place", "model[0].weight.clamp_("),
+        (loaded_in_the_loss, "copy_ writes in place", "model.load_state_dict"),
+    ],
+)
+def test_the_line_that_writes_in_place_is_named_beside_the_error(build, op, line):
+    found = [f for f in diagnose(*build()).findings if op in f.problem]
+    assert found and line in " | ".join(found[0].where)
 
 
 def test_a_path_that_is_cut_still_has_an_influence():

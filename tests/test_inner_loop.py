@@ -187,7 +187,7 @@ def test_one_batch_repeated():
 
 
 @pytest.mark.parametrize("backward", [*ONE_OF_EACH, il.Truncated(2), il.Forward()], ids=repr)
-@pytest.mark.parametrize("empty", [[], (), iter(())], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), iter(())], ids=lambda e: type(e).__name__)
 def test_zero_steps(empty, backward):
     inner, _, val = built(backward=backward)
     value = inner(empty, val)

@@ -488,36 +488,35 @@ def test_wrong_names_and_mappings_are_refused(learn, names):
         il.InnerLoop(model, optimizer, never, learn=learn)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        dict(per="layer"),
-        dict(per=("group", "parameter")),
-        dict(per=("step", "step"), steps=2),
-        dict(per=None),
-        dict(per=3),
-        dict(per=("group", 3)),
-        dict(per="step"),
-        dict(per=("parameter", "step")),
-        dict(steps=3),
-        dict(per="step", steps=0),
-        dict(per="step", steps=-1),
-        dict(per="step", steps=2.0),
-        dict(per="step", steps=True),
-        dict(per="step", steps="3"),
-        dict(transform="exp"),
-        dict(transform=3),
-        dict(transform=["log"]),
-        dict(transform=torch.exp),
-        dict(transform=(torch.exp,)),
-        dict(transform=("exp", "log")),
-        dict(transform=(torch.exp, torch.log, torch.log)),
-    ],
-    ids=str,
-)
-def test_wrong_ways_to_learn_are_refused(arguments):
+WRONG_WAYS = {
+    "unknown": dict(per="layer"),
+    "two of a kind": dict(per=("group", "parameter")),
+    "step twice": dict(per=("step", "step"), steps=2),
+    "none": dict(per=None),
+    "a number": dict(per=3),
+    "a name and a number": dict(per=("group", 3)),
+    "no steps": dict(per="step"),
+    "no steps for two": dict(per=("parameter", "step")),
+    "steps alone": dict(steps=3),
+    "zero steps": dict(per="step", steps=0),
+    "fewer steps": dict(per="step", steps=-1),
+    "broken steps": dict(per="step", steps=2.0),
+    "yes as steps": dict(per="step", steps=True),
+    "a word as steps": dict(per="step", steps="3"),
+    "unknown range": dict(transform="exp"),
+    "a number as range": dict(transform=3),
+    "a list as range": dict(transform=["log"]),
+    "half a pair": dict(transform=torch.exp),
+    "half a pair in a tuple": dict(transform=(torch.exp,)),
+    "a pair of words": dict(transform=("exp", "log")),
+    "three": dict(transform=(torch.exp, torch.log, torch.log)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WAYS)
+def test_wrong_ways_to_learn_are_refused(case):
     with refuses("Learn("):
-        il.Learn(**arguments)
+        il.Learn(**WRONG_WAYS[case])
 
 
 OUT_OF_RANGE = {
