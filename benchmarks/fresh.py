@@ -19,6 +19,7 @@ _SCRIPT = Path(__file__).resolve().parent / "memory_point.py"
 _OWN_MAPPINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _DEFAULTS: dict[str, str] = {}
 
+_ONCE = 60  # seconds: a longer point is measured once, and its time is that of this run
 _HEADROOM = 0.9  # of the available memory: a prediction is no promise
 _START_UP = 60  # seconds to import torch and to warm up
 
@@ -87,14 +88,17 @@ def measure(problem: str, side: str, steps: int, limits: Limits) -> Point:
             parameters=memory["parameters"],
             auto=memory["auto"],
         )
+        if memory["seconds"] > _ONCE:
+            return point._replace(seconds=memory["seconds"])
         timed = _run(point, limits, _DEFAULTS)
         return point._replace(extra_defaults=timed["extra"], seconds=timed["seconds"])
     except FailedError as error:
         return point._replace(note=str(error))
 
 
-def _predict(known: Sequence[Point], field: str, steps: int) -> float:
-    """The line through the last two points, continued."""
+def _predict(points: Sequence[Point], field: str, steps: int) -> float:
+    """The line through the last two points that have a value, continued."""
+    known = [p for p in points if getattr(p, field) is not None]
     (x0, y0), (x1, y1) = ((p.steps, getattr(p, field)) for p in known[-2:])
     return y1 + (y1 - y0) / (x1 - x0) * (steps - x1)
 
@@ -102,7 +106,7 @@ def _predict(known: Sequence[Point], field: str, steps: int) -> float:
 def _skipped(point: Point, before: Sequence[Point], limits: Limits) -> Point | None:
     """The point with the reason why it should not be run, if there is one."""
     known = [p for p in before if not p.note]
-    if len(known) < 2:
+    if len(known) < 2 or known[1].extra_defaults is None:
         return None
     extra, defaults, seconds = (
         _predict(known, field, point.steps) for field in ("extra", "extra_defaults", "slow_seconds")

@@ -54,6 +54,8 @@ def _cell(point: Point, field: str, scale: float, form: str) -> str:
     value = getattr(point, field)
     if value is not None:
         return format(scale * value, form)
+    if point.extra is not None:
+        return "-"
     if point.predicted is None:
         return "failed"
     return point.note if field == "extra" else "skipped"
@@ -106,11 +108,16 @@ def _quotient(
     if top not in found or bottom not in found:
         return Target(text, None, limit, at_most)
     kept = [0 if states else key[1] * found[key].parameters for key in (top, bottom)]
-    value, defaults = (
-        (getattr(found[top], field) - kept[0]) / (getattr(found[bottom], field) - kept[1])
+    sizes = {
+        field: (getattr(found[top], field), getattr(found[bottom], field))
         for field in ("extra", "extra_defaults")
-    )
-    return Target(text, value, limit, at_most, f"with glibc's defaults {defaults:.3f}")
+    }
+    ratios = [
+        None if None in pair else (pair[0] - kept[0]) / (pair[1] - kept[1])
+        for pair in sizes.values()
+    ]
+    detail = "" if ratios[1] is None else f"with glibc's defaults {ratios[1]:.3f}"
+    return Target(text, ratios[0], limit, at_most, detail)
 
 
 def memory_targets(problem: str, points: Sequence[Point]) -> list[Target]:
@@ -134,13 +141,15 @@ def ratio_target(row: Ratio, limit: float) -> Target:
 
 def auto_target(point: Point) -> Target:
     text = f"{point.problem}: {point.side} at J = {point.steps}, memory / budget"
-    if point.auto is None or point.extra is None or point.extra_defaults is None:
+    if point.auto is None or point.extra is None:
         return Target(text, None, 1.0, detail=point.note)
     budget, forecast = point.auto["budget"], point.auto["forecast"]
     detail = (
-        f"with glibc's defaults {point.extra_defaults / budget:.3f}; {point.auto['strategy']}, "
-        f"forecast {forecast / 1e6:.0f} MB, measured {point.extra / 1e6:.0f} MB"
+        f"{point.auto['strategy']}, forecast {forecast / 1e6:.0f} MB, "
+        f"measured {point.extra / 1e6:.0f} MB"
     )
+    if point.extra_defaults is not None:
+        detail += f"; with glibc's defaults {point.extra_defaults / budget:.3f}"
     return Target(text, point.extra / budget, 1.0, detail=detail)
 
 

@@ -400,7 +400,7 @@ def test_a_schedule_with_tasks():
 
 
 @pytest.mark.parametrize("warm", [0, 3])
-@pytest.mark.parametrize("scheduler", ["LambdaLR", "ExponentialLR", "CosineAnnealingLR", "StepLR"])
+@pytest.mark.parametrize("scheduler", [n for n, row in SCHEDULERS.items() if row.proportional])
 def test_a_learned_rate_written_back_is_used_once(scheduler, warm):
     """After `write_to`, plain torch trains as the loop did; and a new loop starts there too."""
     setup = Setup(scheduler, warm=warm)
@@ -410,7 +410,9 @@ def test_a_learned_rate_written_back_is_used_once(scheduler, warm):
         value = inner(setup.train, setup.val)
         inner.write_to()
         assert_close([inner(setup.train, setup.val)], [value])
-        assert_close([setup.inner()(setup.train, setup.val)], [value])
+        for learn in ("init", "lr"):
+            assert_close([setup.inner(learn=learn)(setup.train, setup.val)], [value])
+        assert_close([setup.inner(learn="lr").hyper["lr"]], [inner.hyper["lr"]])
     assert_close([setup.run()], [value])
 
 
