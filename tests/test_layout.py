@@ -15,7 +15,8 @@ PACKAGE = Path(innerloop.__file__).parent
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
 CORE = FOUNDATIONS | {"nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
 AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_memory"}
-LOOP = CORE | AROUND | {"step", "backward", "unroll", "learn", "schedules", "adapted", "tasks"}
+STEP = {"state", "_evaluation", "_linearized", "step"}
+LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
     "errors": set(),
     "_tree": set(),
@@ -31,15 +32,20 @@ ALLOWED = {
     "_gradient": {"errors"},
     "_linear": set(),
     "_memory": FOUNDATIONS,
-    "step": CORE | AROUND,
+    "state": FOUNDATIONS,
+    "_evaluation": CORE | AROUND | {"state"},
+    "_linearized": CORE | AROUND | {"state", "_evaluation"},
+    "step": CORE | AROUND | {"state", "_evaluation", "_linearized"},
     "backward": FOUNDATIONS | AROUND,
     "unroll": {"errors", "backward"},
     "learn": FOUNDATIONS | {"optim"},
     "schedules": {"errors", "learn"},
     "clipping": FOUNDATIONS,
-    "adapted": CORE | {"step", "tasks"},
+    "adapted": CORE | {"state", "tasks"},
     "tasks": FOUNDATIONS,
-    "inner_loop": LOOP,
+    "prepared": LOOP,
+    "_parts": {"errors", "learn"},
+    "inner_loop": LOOP | {"prepared", "_parts"},
     "meta_update": {"errors", "inner_loop", "unroll"},
     "diagnose": LOOP | {"inner_loop"},
     "plot": LOOP | {"inner_loop", "diagnose"},

@@ -28,7 +28,7 @@ from innerloop.inner_loop import InnerLoop as InnerLoop
 from innerloop.learn import Learn as Learn
 from innerloop.meta_update import meta_update as meta_update
 from innerloop.plot import plot_unroll as plot_unroll
-from innerloop.step import Meta as Meta
-from innerloop.step import State as State
+from innerloop.state import Meta as Meta
+from innerloop.state import State as State
 from innerloop.step import inner_step as inner_step
 from innerloop.unroll import unroll as unroll

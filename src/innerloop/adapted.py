@@ -13,7 +13,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim._from_torch import family_of
-from innerloop.step import State, buffers_of
+from innerloop.state import State, buffers_of
 from innerloop.tasks import count, sliced
 
 

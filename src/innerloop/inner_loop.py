@@ -8,23 +8,25 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop import tasks as _tasks
 from innerloop._captured import reaches
+from innerloop._parts import check_callable, check_parts, no_settings
 from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import functional
-from innerloop.learn import Learn, at_step, check_steps, learned_parameters, natural, parsed
+from innerloop.learn import at_step, check_steps, learned_parameters, natural, parsed
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
+from innerloop.prepared import Prepared
 from innerloop.schedules import Factors, check_schedule, rebase, start_values
-from innerloop.step import InnerStep, Meta, State, buffers_of, inner_step
-from innerloop.unroll import as_batches, check_strategy, unroll
+from innerloop.state import Meta, State
+from innerloop.step import inner_step
+from innerloop.unroll import as_batches, check_strategy
 
 
 class InnerLoop(nn.Module):
@@ -73,9 +75,9 @@ class InnerLoop(nn.Module):
         schedule: Any = None,
     ) -> None:
         super().__init__()
-        _check_parts(model, optimizer, loss)
-        _check_callable("val_loss", val_loss)
-        _check_callable("grad_transform", grad_transform)
+        check_parts(model, optimizer, loss)
+        check_callable("val_loss", val_loss)
+        check_callable("grad_transform", grad_transform)
         self.learn_init, self.learned = parsed(learn)
         self.backward = check_strategy(Tape() if backward is None else backward)
         self.first_order = first_order
@@ -104,7 +106,7 @@ class InnerLoop(nn.Module):
             self._base = start_values(optimizer, schedule)
             self.settings = learned_parameters(rule, self.learned, params, self._base)
         elif self.learned or schedule is not None:
-            raise InnerLoopError(_no_settings(self.learned, schedule))
+            raise InnerLoopError(no_settings(self.learned, schedule))
 
     # The interface. -----------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class InnerLoop(nn.Module):
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
         target = self.optimizer if optimizer is None else optimizer
         if not isinstance(target, torch.optim.Optimizer) or self._base is None:
-            raise InnerLoopError(_no_settings(self.learned, None))
+            raise InnerLoopError(no_settings(self.learned, None))
         for name, learn in self.learned.items():
             if learn.steps is not None:
                 raise InnerLoopError(
@@ -365,38 +367,6 @@ class InnerLoop(nn.Module):
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """One call of an :class:`InnerLoop`, as plain data: a step, where it starts, and φ."""
-
-    step: InnerStep
-    state: State
-    meta: Meta
-    backward: Backward
-    own: bool = False
-    """Whether weights that no step has changed are copied, to be kept by the caller."""
-
-    def adapted(
-        self, batches: Any, carried: State | None, keep: Callable[[State], None]
-    ) -> Adapted:
-        start = self.state if carried is None else carried
-        state, outs = unroll(self.step, start, self.meta, batches, self.backward)
-        plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
-        state = state._replace(buffers=plain)
-        if self.own:
-            state = state._replace(params=self._owned(state.params))
-        keep(_tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, state))
-        assert self.step.model is not None
-        step, loss = self.step, self.step.loss
-        if step.loss_model is not None:
-            loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", state.buffers))
-        return Adapted(step.model, step.rule, state, outs, loss)  # type: ignore[arg-type]
-
-    def _owned(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        given = {p.data_ptr() for p in self.state.params.values()}
-        return {n: p.clone() if p.data_ptr() in given else p for n, p in params.items()}
-
-
 class _Settings:
     """The settings of one step, out of φ_opt: granularity, then the schedule."""
 
@@ -426,60 +396,3 @@ def _usable(data: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
     return _tree.map(usable, data)
-
-
-def _check_parts(model: Any, optimizer: Any, loss: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InnerLoopError(
-            four_part(
-                f"You gave a {type(model).__name__} as the model.",
-                "a torch.nn.Module.",
-                "its weights are where training starts.",
-                "InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).",
-            )
-        )
-    learned = isinstance(optimizer, nn.Module) and all(
-        callable(getattr(optimizer, name, None)) for name in ("init", "update")
-    )
-    if not isinstance(optimizer, torch.optim.Optimizer) and not learned:
-        found = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise InnerLoopError(
-            four_part(
-                f"You gave {found} as the optimizer.",
-                "an instance of a torch.optim class, or a module with init and update.",
-                "its settings and its state are where training starts.",
-                "torch.optim.SGD(model.parameters(), lr=0.1).",
-            )
-        )
-    if isinstance(loss, type | _Loss) or not callable(loss):
-        found = loss.__name__ if isinstance(loss, type) else type(loss).__name__
-        raise InnerLoopError(
-            four_part(
-                f"You gave {found} as the loss.",
-                "a function loss(model, batch) or a module.",
-                "it is evaluated again at every step.",
-                "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
-            )
-        )
-
-
-def _check_callable(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, type) or not callable(value)):
-        raise InnerLoopError(
-            four_part(
-                f"You gave {name}={value!r}.",
-                "a function, a module, or None.",
-                "it is called in every inner loop.",
-                "val_loss=lambda model, val: ..., grad_transform=innerloop.clip_norm(1.0).",
-            )
-        )
-
-
-def _no_settings(learned: Mapping[str, Learn], schedule: Any) -> str:
-    what = f"learn={tuple(learned)}" if learned else f"schedule={schedule!r}"
-    return four_part(
-        f"You gave {what} with a learned optimizer.",
-        "an optimizer of torch.optim for settings by name.",
-        "a learned optimizer has no settings; its weights are meta-parameters already.",
-        "learn=('init',) or learn=().",
-    )

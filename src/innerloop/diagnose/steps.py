@@ -15,7 +15,8 @@ from innerloop.backward import Remat, Tape
 from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter
 from innerloop.inner_loop import InnerLoop, Prepared
-from innerloop.step import InnerStep, Meta, State, differentiable
+from innerloop.state import Meta, State, differentiable
+from innerloop.step import InnerStep
 from innerloop.unroll import unroll
 
 

@@ -16,7 +16,7 @@ from innerloop.diagnose.meta_parameters import MetaParameter
 from innerloop.diagnose.tracer import Tracer
 from innerloop.functional import Template, functional
 from innerloop.inner_loop import InnerLoop
-from innerloop.step import State
+from innerloop.state import State
 
 
 class _Followed:

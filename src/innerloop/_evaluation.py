@@ -1,0 +1,173 @@
+"""One evaluation of an inner loss, and its gradient by the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from innerloop import _ambient, _captured, _second_order, _tree
+from innerloop._gradient import check_loss
+from innerloop._kernels import twice_differentiable
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
+
+
+class Evaluation:
+    """One evaluation of the loss: its value, and the gradient by the weights it was taken at."""
+
+    def __init__(self, step: Any, state: State, meta: Meta, batch: Any) -> None:
+        self.step, self.state, self.meta, self.batch = step, state, meta, batch
+        self.buffers = state.buffers
+        self.out: Any = None
+        self.value: Tensor = None  # type: ignore[assignment]
+        self.followed = False
+        """Whether anything that a gradient could reach has a part in the loss."""
+
+    def gradients(self, create_graph: bool) -> dict[str, Any]:
+        """G = ∇ℓ(θ, φ_loss), with a graph or without; ``None`` for weights the loss leaves out."""
+        tracked, since = torch.is_grad_enabled(), _captured.sequence_number()
+        named = named_leaves(self.state.params)
+        trained = self.trained(named)
+        sources = {name: source(named[name], tracked) for name in trained}
+        versions = [source._version for source in sources.values()]
+        exact = twice_differentiable if create_graph else contextlib.nullcontext()
+        with exact, torch.enable_grad():
+            self.value, self.out = self.evaluated({**named, **sources})
+            check_loss(self.value)
+            _check_unwritten(sources, versions)
+            self.followed = tracked and self._matters(sources.values(), since)
+            create_graph = create_graph and self.followed
+            found = torch.autograd.grad(
+                self.value,
+                list(sources.values()),
+                retain_graph=self.followed,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        if all(g is None for g in found):
+            raise RequirementError(
+                four_part(
+                    "The loss does not depend on any of the weights that the optimizer trains.",
+                    "a loss computed with the model it is handed.",
+                    "nothing would move.",
+                    "def loss(model, batch): ... model(x) ..., with that argument and not with a "
+                    "model from outside.",
+                )
+            )
+        watch = None if tracked else _captured.current()
+        if watch is not None:
+            shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
+            watch.inspect(
+                shown, sources.values(), since, lambda: self._again(named), self.step.roots
+            )
+        if create_graph:
+            weights = list(sources.values())
+            names = list(sources)
+            _second_order.guard(self.value, found, weights, names.__getitem__)
+        if self.step.proximal:
+            found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
+        return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
+
+    def keep(self, part: str, found: Mapping[str, Tensor]) -> None:
+        """Note what a forward left in the buffers of the model, the loss or the optimizer."""
+        prefix = f"{part}:" if part else ""
+        new = {
+            prefix + name: _unless_same(buffer.detach(), self.buffers.get(prefix + name))
+            for name, buffer in found.items()
+        }
+        self.buffers = {**self.buffers, **new}
+
+    def elsewhere(self, params: Any) -> tuple[Tensor, Any]:
+        """The loss and its gradient at other weights, for rules that ask for them."""
+        other = Evaluation(self.step, State(params, self.buffers), self.meta, self.batch)
+        grads = other.gradients(torch.is_grad_enabled() and not self.step.first_order)
+        self.buffers = other.buffers
+        return other.value, rebuilt(params, grads)
+
+    def trained(self, named: Mapping[str, Any]) -> list[str]:
+        """The weights that move: those of the rule that are not frozen in the model."""
+        step = self.step
+        names = getattr(step.rule, "names", None)
+        weights = {} if step.model is None else step.model.params
+        # The weights of a replica are no Parameters; whether they require grad says nothing here.
+        frozen = {
+            name
+            for name, p in weights.items()
+            if isinstance(p, nn.Parameter) and not p.requires_grad
+        }
+        own = named if names is None else set(names)
+        return [n for n, p in named.items() if n in own and n not in frozen and differentiable(p)]
+
+    def _matters(self, sources: Iterable[Tensor], since: int) -> bool:
+        given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            return True
+        shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
+        return any(_captured.strangers(shown, sources, since))
+
+    def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
+        pull = self.step.proximal * (param - named_leaves(self.meta.anchor)[name])
+        return pull if grad is None else grad + pull
+
+    def evaluated(self, named: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        step, loss, given = self.step, self.step.loss, self.state.buffers
+        if step.loss_model is not None:
+            loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", given))
+        if step.model is None:
+            extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
+            out = loss(rebuilt(self.state.params, named), self.batch, *extra)
+        else:
+            replica = step.model.bind(named, buffers_of("", given))
+            out = loss(replica, self.batch)
+            self.keep("", step.model.buffers_of(replica))
+        if step.loss_model is not None:
+            self.keep("loss", step.loss_model.buffers_of(cast(nn.Module, loss)))
+        first, *rest = out if isinstance(out, tuple) and out else (out,)
+        value: Any = (
+            first.reshape(()) if isinstance(first, Tensor) and first.numel() == 1 else first
+        )
+        return value, (value, *rest) if isinstance(out, tuple) else value
+
+    def _again(self, named: dict[str, Tensor]) -> None:
+        again = Evaluation(self.step, self.state, self.meta, self.batch)
+        devices = _ambient.devices_of(named.values())
+        with _ambient.preserved(devices), torch.enable_grad():
+            again.evaluated(named)
+
+
+def source(param: Tensor, tracked: bool) -> Tensor:
+    """A weight as its own point of the graph: the inner gradient is a *partial* derivative.
+
+    Other weights, or parameters of the loss, may have been computed from this one.
+    """
+    if tracked and param.requires_grad:
+        return param.view_as(param)
+    return _captured.own(param.detach().requires_grad_())
+
+
+def _check_unwritten(sources: Mapping[str, Tensor], versions: list[int]) -> None:
+    """Refuse a loss that changes the weights it is handed."""
+    for (name, source), version in zip(sources.items(), versions, strict=True):
+        if source._version != version:
+            raise InnerLoopError(
+                four_part(
+                    f"The loss, or the model's forward, wrote in place to the weight {name!r}.",
+                    "a forward that only reads the weights.",
+                    "they are the model's own at the first step, and a step is a function of them.",
+                    "the changed weight as a new tensor: torch.nn.utils.parametrize, or "
+                    "weight.clamp(...) without the underscore where it is used.",
+                )
+            )
+
+
+def _unless_same(new: Tensor, old: Tensor | None) -> Tensor:
+    """The old buffer if the new one has its values: a mask is then one tensor in all states.
+
+    Compared, since batch norm writes to its statistics without telling the version counter.
+    """
+    same = old is not None and old.dtype == new.dtype and torch.equal(old, new)
+    return old if old is not None and same else new

@@ -1,0 +1,109 @@
+"""A step with its derivative along directions, for derivatives that are carried forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import _captured, _second_order, _tree
+from innerloop._evaluation import Evaluation, source
+from innerloop._gradient import check_loss
+from innerloop._kernels import twice_differentiable
+from innerloop._linear import Pushforward
+from innerloop.state import Meta, State, differentiable, named_leaves
+
+
+class Linearized:
+    """One step and its pushforward, by second derivatives of the loss and no higher ones.
+
+    The inner gradient's derivative along (dθ, dφ) is the gradient by θ of ⟨∇ℓ, (dθ, dφ)⟩, since the
+    matrix of second derivatives is symmetric. The rule's part is pushed forward by itself.
+    """
+
+    def __init__(self, step: Any, state: State, meta: Meta, batch: Any) -> None:
+        run = Evaluation(step, state, meta, batch)
+        since = _captured.sequence_number()
+        named = named_leaves(state.params)
+        trained = run.trained(named)
+        sources = {name: source(named[name], True) for name in trained}
+        with torch.enable_grad(), twice_differentiable:
+            run.value, run.out = run.evaluated({**named, **sources})
+            check_loss(run.value)
+            others = [t for n, t in named.items() if n not in sources]
+            others += _tree.flatten(meta.loss)[0]
+            self._others = [t for t in others if isinstance(t, Tensor) and t.requires_grad]
+            self._trained = [named[name] for name in trained]
+            self._sources = list(sources.values())
+            first = torch.autograd.grad(
+                run.value,
+                [*self._sources, *self._others],
+                create_graph=True,
+                allow_unused=True,
+            )
+            self._first = first
+            count = len(self._sources)
+            _second_order.guard(run.value, first[:count], self._sources, trained.__getitem__)
+            self._grads = [
+                None if g is None else g.detach().requires_grad_() for g in first[:count]
+            ]
+            grads = dict(zip(trained, self._grads, strict=True))
+            if step.proximal:
+                grads = {n: run.pulled(n, g, named[n]) for n, g in grads.items()}
+            found = dict.fromkeys(named) | grads
+            params, opt = step.updated(state, meta, found, run)
+        self.first_order = step.first_order
+        self.state = State(params, run.buffers, opt, state.time + 1)
+        self.out = _tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, run.out)
+        leaves = _tree.flatten((state.params, state.opt, meta))[0]
+        self._given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        self._outputs = _tree.flatten(self.state)[0]
+        self._aux = _tree.flatten(run.out)[0]
+        moved = [g for g in self._grads if g is not None]
+        known = [*self._sources, *self._given, *self._others, *moved]
+        shown = [*_only(self._outputs), *_only(self._aux)]
+        _captured.refuse(shown, known, since, step.roots)
+        self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])
+        self._loss = Pushforward(_only(self._aux), [*self._sources, *self._others])
+
+    def push(
+        self, tangents: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Tangents of the new state's leaves and of the outputs', given those of leaves by id."""
+        loss = [tangents.get(id(t)) for t in (*self._trained, *self._others)]
+        changes = zip(self._grads, self._gradients(loss), strict=True)
+        moved = [change for grad, change in changes if grad is not None]
+        given = [tangents.get(id(t)) for t in self._given]
+        return (
+            _spread(self._outputs, self._rule([*given, *moved])),
+            _spread(self._aux, self._loss(loss)),
+        )
+
+    def _gradients(self, tangents: list[Tensor | None]) -> list[Tensor | None]:
+        """How the inner gradient changes along a direction of the loss's inputs."""
+        pairs = [
+            (first, tangent)
+            for first, tangent in zip(self._first, tangents, strict=True)
+            if first is not None and tangent is not None and first.requires_grad
+        ]
+        if self.first_order or not pairs:
+            return [None] * len(self._sources)
+        found = torch.autograd.grad(
+            [first for first, _ in pairs],
+            self._sources,
+            [tangent for _, tangent in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return list(found)
+
+
+def _only(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if differentiable(leaf)]
+
+
+def _spread(leaves: Iterable[Any], tangents: Iterable[Any]) -> list[Any]:
+    rest = iter(tangents)
+    return [next(rest) if differentiable(leaf) else None for leaf in leaves]

@@ -1,0 +1,70 @@
+"""What may be a part of an inner loop, and what is said of what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.learn import Learn
+
+
+def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InnerLoopError(
+            four_part(
+                f"You gave a {type(model).__name__} as the model.",
+                "a torch.nn.Module.",
+                "its weights are where training starts.",
+                "InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss).",
+            )
+        )
+    learned = isinstance(optimizer, nn.Module) and all(
+        callable(getattr(optimizer, name, None)) for name in ("init", "update")
+    )
+    if not isinstance(optimizer, torch.optim.Optimizer) and not learned:
+        found = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the optimizer.",
+                "an instance of a torch.optim class, or a module with init and update.",
+                "its settings and its state are where training starts.",
+                "torch.optim.SGD(model.parameters(), lr=0.1).",
+            )
+        )
+    if isinstance(loss, type | _Loss) or not callable(loss):
+        found = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the loss.",
+                "a function loss(model, batch) or a module.",
+                "it is evaluated again at every step.",
+                "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
+            )
+        )
+
+
+def check_callable(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, type) or not callable(value)):
+        raise InnerLoopError(
+            four_part(
+                f"You gave {name}={value!r}.",
+                "a function, a module, or None.",
+                "it is called in every inner loop.",
+                "val_loss=lambda model, val: ..., grad_transform=innerloop.clip_norm(1.0).",
+            )
+        )
+
+
+def no_settings(learned: Mapping[str, Learn], schedule: Any) -> str:
+    what = f"learn={tuple(learned)}" if learned else f"schedule={schedule!r}"
+    return four_part(
+        f"You gave {what} with a learned optimizer.",
+        "an optimizer of torch.optim for settings by name.",
+        "a learned optimizer has no settings; its weights are meta-parameters already.",
+        "learn=('init',) or learn=().",
+    )

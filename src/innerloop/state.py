@@ -1,0 +1,64 @@
+"""What a step is a function of: a state, and meta-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from innerloop import _tree
+
+
+class State(NamedTuple):
+    """What a step changes: θ, the buffers, and the optimizer's state."""
+
+    params: Any
+    """Tensors by name, or any nesting of tensors."""
+    buffers: Mapping[str, Tensor] = {}
+    """The model's by name; those of a loss that is a module as ``"loss:name"``."""
+    opt: Any = None
+    """The optimizer's state, as ``rule.init(params)`` makes it; ``None`` before the first step."""
+    time: int = 0
+    """How many steps led here."""
+
+
+class Meta(NamedTuple):
+    """φ: what shapes a step and is not changed by it."""
+
+    opt: Mapping[str, Any] = {}
+    """φ_opt: settings of the optimizer by name, or the weights of a learned one."""
+    loss: Mapping[str, Any] = {}
+    """φ_loss: parameters of the loss by name."""
+    anchor: Any = None
+    """The weights that a proximal term pulls towards, if there is one."""
+
+
+def named_leaves(params: Any) -> dict[str, Any]:
+    """The leaves of any nesting by name; a flat mapping keeps its own names."""
+    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
+        return dict(params)
+    return {str(i): leaf for i, leaf in enumerate(_tree.flatten(params)[0])}
+
+
+def rebuilt(params: Any, named: Mapping[str, Any]) -> Any:
+    """The inverse of :func:`named_leaves` for other leaves."""
+    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
+        return {name: named[name] for name in params}
+    leaves, spec = _tree.flatten(params)
+    return _tree.unflatten([named[str(i)] for i in range(len(leaves))], spec)
+
+
+def buffers_of(part: str, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers of the model (``""``), of a loss or of an optimizer that is a module."""
+    found = {}
+    for name, buffer in buffers.items():
+        owner, colon, own = name.rpartition(":")
+        if owner == part:
+            found[own if colon else name] = buffer
+    return found
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a value can have a derivative: a tensor of real or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
