@@ -291,7 +291,7 @@ def test_fixed_point_of_any_step(solver: str) -> None:
 def test_settings_of_the_optimizer_have_no_gradient() -> None:
     given = Regression()
     inner = given.inner(il.Implicit(), learn=("lr",))
-    with pytest.raises(il.RequirementError, match="settings"):
+    with pytest.raises(il.RequirementError, match="the setting 'lr'"):
         inner([given.batch] * STEPS, given.val)
 
 

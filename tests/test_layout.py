@@ -15,7 +15,7 @@ PACKAGE = Path(innerloop.__file__).parent
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
 CORE = FOUNDATIONS | {"nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
 AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_memory"}
-STEP = {"state", "_evaluation", "_linearized", "step"}
+STEP = {"state", "_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
     "errors": set(),
@@ -35,7 +35,8 @@ ALLOWED = {
     "state": FOUNDATIONS,
     "_evaluation": CORE | AROUND | {"state"},
     "_linearized": CORE | AROUND | {"state", "_evaluation"},
-    "step": CORE | AROUND | {"state", "_evaluation", "_linearized"},
+    "_stationary": {"errors", "optim"},
+    "step": CORE | AROUND | {"state", "_evaluation", "_linearized", "_stationary"},
     "backward": FOUNDATIONS | AROUND,
     "unroll": {"errors", "backward"},
     "learn": FOUNDATIONS | {"optim"},

@@ -244,9 +244,9 @@ def test_tape_is_plain_training(case: Case, smooth_muon: None) -> None:
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.learn != "everything"], ids=str)
 def test_tape_is_finite_differences(case: Case, smooth_muon: None) -> None:
-    """Along two random directions."""
+    """Along two random directions, if there is more than one."""
     start, grads = ready(case).leaves, by_tape(case).grads
-    for seed in range(2):
+    for seed in range(min(2, sum(leaf.numel() for leaf in start.values()))):
         torch.manual_seed(seed + 10)
         direction = {name: torch.randn_like(leaf) for name, leaf in start.items()}
         slope = sum((grads[name] * direction[name]).sum() for name in start)

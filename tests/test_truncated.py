@@ -114,6 +114,22 @@ def test_what_the_optimizer_does_not_have_is_cut_too(within: Any) -> None:
     assert_same(grads, torch.autograd.grad(total, [w, still, lr], materialize_grads=True))
 
 
+@each_within
+def test_a_meta_parameter_that_went_into_the_state_is_cut_there(within: Any) -> None:
+    """As a running value of it, which the next step starts from."""
+
+    def step(state: Any, meta: Tensor, batch: Tensor) -> tuple[Any, Tensor]:
+        new = state["w"] - state["rate"] * torch.sin(state["w"] + batch)
+        return {"w": new, "rate": meta if state["rate"] == 0 else state["rate"]}, state["w"]
+
+    lr, batches = torch.tensor(0.2, requires_grad=True), list(torch.randn(4))
+    start = {"w": torch.tensor(0.3), "rate": torch.tensor(0.0)}
+    state, _ = il.unroll(step, start, lr, batches, backward=il.Truncated(2, within=within))
+    assert_same([state["w"]], [il.unroll(step, start, lr, batches)[0]["w"]])
+    grads = torch.autograd.grad(state["w"] + 0 * lr, lr)
+    assert not grads[0].any()
+
+
 def test_early_steps_keep_no_graph() -> None:
     """As many tensors are held for the backward whatever comes before the last step."""
     loop, train, val = training()

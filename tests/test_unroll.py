@@ -225,6 +225,28 @@ def test_leaves_that_change_places(backward: Any) -> None:
     assert_same(*found)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("backward", [*REVERSE[1:], il.Forward()], ids=repr)
+def test_what_is_given_comes_out_again(steps: int, backward: Any) -> None:
+    """A step whose new state and whose output are the meta-parameters and the batch themselves."""
+
+    def step(state: Any, meta: Tensor, batch: Tensor) -> tuple[Any, Any]:
+        new = {"w": state["w"] * torch.sin(state["seen"]), "seen": batch, "meta": meta}
+        return new, (meta, batch, state["meta"])
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        w, meta = (torch.randn((), requires_grad=True) for _ in range(2))
+        batches = [t.requires_grad_() for t in torch.randn(steps).unbind()]
+        start = {"w": w, "seen": torch.tensor(0.5), "meta": torch.tensor(1.0)}
+        state, outs = il.unroll(step, start, meta, batches, backward=strategy)
+        value = sum(t * (k + 1) for k, t in enumerate(state.values()))
+        value = value + sum((out * (k + 2)).square().sum() for k, out in enumerate(outs))
+        return list(torch.autograd.grad(value, [w, meta, *batches], materialize_grads=True))
+
+    right_or_refused_by_forward(backward, gradient, gradient(il.Tape()))
+
+
 @each_exact
 def test_a_step_that_changes_nothing_has_differentiable_outputs(backward: Any) -> None:
     def look(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,12 +33,12 @@ class Evaluation:
         named = named_leaves(self.state.params)
         trained = self.trained(named)
         sources = {name: source(named[name], tracked) for name in trained}
-        versions = [source._version for source in sources.values()]
+        versions = {name: (p, p._version) for name, p in named.items() if isinstance(p, Tensor)}
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad():
             self.value, self.out = self.evaluated({**named, **sources})
             check_loss(self.value)
-            _check_unwritten(sources, versions)
+            _check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
             found = torch.autograd.grad(
@@ -75,6 +75,17 @@ class Evaluation:
     def keep(self, part: str, found: Mapping[str, Tensor]) -> None:
         """Note what a forward left in the buffers of the model, the loss or the optimizer."""
         prefix = f"{part}:" if part else ""
+        for name, buffer in found.items():
+            if buffer.requires_grad:
+                raise RequirementError(
+                    four_part(
+                        f"The forward left a tensor with a graph in the buffer {prefix + name!r}.",
+                        "buffers without a gradient.",
+                        "they are carried from step to step as numbers; the gradient through them "
+                        "would silently be missing.",
+                        "x.detach() where it is stored; or the quantity as an output of the loss.",
+                    )
+                )
         new = {
             prefix + name: _unless_same(buffer.detach(), self.buffers.get(prefix + name))
             for name, buffer in found.items()
@@ -149,10 +160,10 @@ def source(param: Tensor, tracked: bool) -> Tensor:
     return _captured.own(param.detach().requires_grad_())
 
 
-def _check_unwritten(sources: Mapping[str, Tensor], versions: list[int]) -> None:
+def _check_unwritten(versions: Mapping[str, tuple[Tensor, int]]) -> None:
     """Refuse a loss that changes the weights it is handed."""
-    for (name, source), version in zip(sources.items(), versions, strict=True):
-        if source._version != version:
+    for name, (weight, version) in versions.items():
+        if weight._version != version:
             raise InnerLoopError(
                 four_part(
                     f"The loss, or the model's forward, wrote in place to the weight {name!r}.",

@@ -17,7 +17,7 @@ from innerloop._parts import check_callable, check_parts, no_settings
 from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.functional import functional
+from innerloop.functional import Template, functional
 from innerloop.learn import at_step, check_steps, learned_parameters, natural, parsed
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
@@ -222,6 +222,7 @@ class InnerLoop(nn.Module):
         learned = self.learn_init
         params = {n: p if learned else _detached(p) for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
+            self._check_same(template, self.optimizer)
             rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
             settings = _Settings(self, rule, self._factors())
         else:
@@ -236,6 +237,27 @@ class InnerLoop(nn.Module):
         step = dataclasses.replace(step, model=template)
         state = State(params, template.buffers, step.initial(params))
         return Prepared(step, state, self.meta(rule), self.backward)
+
+    def _check_same(self, template: Template, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose parameters are no longer the model's."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [template.params.get(name) for name in self._names]
+        # In a replica, as another loop trains this one, the weights are no Parameters.
+        wrong = [
+            name
+            for name, p, q in zip(self._names, held, own, strict=False)
+            if p is not q and (q is None or isinstance(q, nn.Parameter))
+        ]
+        if wrong or len(held) != len(own):
+            what = f"{wrong[0]!r} of the model" if wrong else "the optimizer's groups"
+            raise InnerLoopError(
+                four_part(
+                    f"You replaced {what} after the inner loop was made.",
+                    "the parameters that the optimizer was built over.",
+                    "the optimizer still holds the old ones, with their settings and state.",
+                    "a new optimizer and a new InnerLoop after changing the model.",
+                )
+            )
 
     def meta(self, rule: Any = None) -> Meta:
         """φ as the steps see it: settings in their own units, the loss's weights by name."""

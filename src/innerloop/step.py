@@ -13,6 +13,7 @@ from innerloop import _captured, _tree
 from innerloop._evaluation import Evaluation
 from innerloop._gradient import full_precision
 from innerloop._linearized import Linearized
+from innerloop._stationary import lasting, penalized
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import Rule
@@ -53,10 +54,24 @@ class InnerStep:
         return dataclasses.replace(self, proximal=strength)
 
     def stationarity(self, state: State, meta: Meta, batch: Any) -> list[tuple[Tensor, Tensor]]:
-        """Each weight that moves with its inner gradient, which is zero after convergence."""
+        """Each weight that moves with what is zero after convergence: its gradient and penalty."""
         named = named_leaves(state.params)
         found = Evaluation(self, state, meta, batch).gradients(torch.is_grad_enabled())
-        return [(named[name], grad) for name, grad in found.items() if grad is not None]
+        moving = {name: grad for name, grad in found.items() if grad is not None}
+        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
+        plain = penalized(self.rule, {} if self.rule_model is not None else hyper)
+        if plain is not None:
+            rule, settings = plain
+            grads = rebuilt(state.params, found)
+            new, _ = rule.update(state.params, grads, rule.init(state.params), settings)
+            moved = named_leaves(new)
+            moving = {name: named[name] - moved[name] for name in moving}
+        return [(named[name], rest) for name, rest in moving.items()]
+
+    @property
+    def lasting(self) -> frozenset[str]:
+        """The settings that have an influence on where training converges."""
+        return lasting(self.rule)
 
     def linearized(self, state: State, meta: Meta, batch: Any) -> Linearized | None:
         """The step at a point whose tensors are leaves, with its derivative along directions.

@@ -14,7 +14,18 @@ from innerloop.errors import InnerLoopError, four_part
 def count(train: Sequence[Any], val: Any = None) -> int:
     """How many tasks there are: the size of the first axis of every tensor."""
     distinct = {id(batch): batch for batch in (*train, val)}
-    leaves = [t for t in _tree.flatten(list(distinct.values()))[0] if isinstance(t, Tensor)]
+    found = _tree.flatten(list(distinct.values()))[0]
+    for leaf in found:
+        if not isinstance(leaf, Tensor | int | float | complex | str | bytes | None):
+            raise InnerLoopError(
+                four_part(
+                    f"You called with tasks=True and a {type(leaf).__name__} in a batch.",
+                    "tensors in tuples, lists and dictionaries.",
+                    "what is inside other objects cannot be divided among the tasks.",
+                    "torch.as_tensor(array), or the object's tensors in a tuple.",
+                )
+            )
+    leaves = [t for t in found if isinstance(t, Tensor)]
     sizes = {t.shape[0] if t.dim() else -1 for t in leaves}
     if len(sizes) == 1 and min(sizes) > 0:
         return sizes.pop()

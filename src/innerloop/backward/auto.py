@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import _memory, _tree
+from innerloop import _captured, _memory, _tree
 from innerloop._ambient import devices_of, preserved
 from innerloop.backward._schedules import advances
 from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
@@ -113,15 +113,16 @@ class Auto(Backward):
         return self._choice(step, state, meta, batches).run(step, state, meta, batches)
 
     def _choice(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> Backward:
-        leaves = _tree.flatten((state, meta, batches[0]))[0]
+        largest = _largest(batches)
+        leaves = _tree.flatten((state, meta, largest))[0]
         shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves if _is(t))
         identity = getattr(step, "identity", None)
         self._memo.setdefault("steps", {})[id(step) if identity is None else identity] = step
         key = (id(step) if identity is None else identity, shapes)
         if key not in self._memo:
-            self._memo[key] = measured(step, state, meta, batches[0])
+            self._memo[key] = measured(step, state, meta, largest)
         budget = self._budget(leaves)
-        found = forecast(step, state, meta, batches[0], len(batches), self._memo[key], budget)
+        found = forecast(step, state, meta, largest, len(batches), self._memo[key], budget)
         fitting = [row for row in found.rows if row.peak_bytes <= budget and row.exact]
         if not fitting:
             raise InnerLoopError(
@@ -202,6 +203,12 @@ def _row(strategy: Backward, steps: int, cost: Cost) -> Row:
     return Row(strategy, int(cost.margin * size), seconds, 1.0)
 
 
+def _largest(batches: Sequence[Any]) -> Any:
+    """The batch with the most bytes, by which the costliest step is judged."""
+    distinct = {id(b): b for b in (batches[j] for j in range(len(batches)))}
+    return max(distinct.values(), key=lambda b: _memory.size_of(_tree.flatten(b)[0]))
+
+
 def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     """Take one step without and one with a graph, and count."""
     leaves, spec = _tree.flatten(state)
@@ -218,17 +225,21 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
         state_size = _memory.size_of(_tree.flatten(new)[0], leaves)
         del new, plain, plain_meta
     with preserved(devices_of(leaves)), _memory.metered() as meter:
-        began = time.perf_counter()
+        began, since = time.perf_counter(), _captured.sequence_number()
         with torch.enable_grad():
             after, out = step(start, _tree.unflatten(local, meta_spec), batch)
         tape = meter.now
         outputs = [t for t in _tree.flatten((after, out))[0] if _is(t) and t.requires_grad]
         targets = [t for t in (*_tree.flatten(start)[0], *local) if _is(t) and t.requires_grad]
+        closed = any(_captured.strangers(outputs, targets, since))
         if outputs:
-            torch.autograd.grad(outputs, targets, _ones(outputs), allow_unused=True)
+            torch.autograd.grad(
+                outputs, targets, _ones(outputs), retain_graph=closed, allow_unused=True
+            )
         pull_seconds = time.perf_counter() - began
         peak = meter.peak
-    inputs = sum(t.numel() for t in {id(t): t for t in given}.values())
+    # Forward does not follow what is closed over.
+    inputs = 0 if closed else sum(t.numel() for t in {id(t): t for t in given}.values())
     kinds = {t.device.type for t in leaves if _is(t)}
     margin = max((MARGIN.get(kind, _MARGIN_ELSEWHERE) for kind in kinds), default=2.0)
     return Cost(state_size, tape, peak, plain_seconds, pull_seconds, inputs, margin)

@@ -38,8 +38,9 @@ class Implicit(Backward):
     positive definite H), ``"neumann"`` (a series, whose ``scale`` is estimated if not given) or
     ``"gmres"`` (any H).
 
-    What the optimizer does on its way has no influence on where it ends, so settings and initial
-    weights have no gradient; but with ``proximal`` = λ > 0 the loss has ``λ/2 ‖θ - θ₀‖²`` added,
+    A weight decay that is part of the gradient belongs to the equation. Besides it, what the
+    optimizer does on its way has no influence on where it ends, so settings and initial weights
+    have no gradient; but with ``proximal`` = λ > 0 the loss has ``λ/2 ‖θ - θ₀‖²`` added,
     and the initial weights have one (Rajeswaran et al., 2019). Of a general step, the fixed point
     is taken, with its whole state.
 
@@ -162,9 +163,12 @@ class _Run:
         resting = {id(t) for t in self.unmoved.values()}
         lost = [t for t in learned if id(t) not in resting]
         anchored = self.how.proximal > 0
-        settings = _tree.flatten(meta.opt)[0] if self.own else []
-        if any(isinstance(t, Tensor) and t.requires_grad for t in settings):
-            raise RequirementError(_no_influence("settings of the optimizer"))
+        lasting = getattr(self.step, "lasting", ())
+        for name, value in (meta.opt if self.own else {}).items():
+            leaves = _tree.flatten(value)[0]
+            learned_one = any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
+            if learned_one and name not in lasting:
+                raise RequirementError(_no_influence(f"the setting {name!r} of the optimizer"))
         if lost and not anchored:
             raise RequirementError(_no_influence("the initial state"))
 
@@ -290,7 +294,7 @@ def _split(v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _no_influence(what: str) -> str:
     return four_part(
         f"You differentiate by {what} with Implicit().",
-        "meta-parameters of the loss, or the initial weights with a proximal term.",
+        "meta-parameters of the loss, weight decay, or the initial weights with a proximal term.",
         "where training has converged, the way there has no influence: the gradient is zero.",
         "learn without it, Implicit(proximal=1.0) for the initial weights, or another strategy.",
     )

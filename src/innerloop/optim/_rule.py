@@ -384,7 +384,7 @@ def _components(hyper: Mapping[str, Any]) -> list[Any]:
 
 def _uncounted(name: str, slot: Any) -> Any:
     """A slot; a step counter without a graph, since nothing is differentiated by a count."""
-    return slot.detach() if name == "step" and isinstance(slot, Tensor) else slot
+    return slot.detach() if name in ("step", "started") and isinstance(slot, Tensor) else slot
 
 
 def _many(value: Any) -> bool:

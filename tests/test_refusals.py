@@ -1,0 +1,148 @@
+"""Set-ups whose gradient would silently be another one: each is right, or refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+import innerloop as il
+
+STRATEGIES = [il.Tape(), il.Remat(), il.Binomial(1)]
+
+
+def squares(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def data(count=12):
+    return torch.randn(count, 3), torch.randn(count, 1)
+
+
+@pytest.mark.parametrize("decay", [1e-3, 0.3])
+def test_weight_decay_is_part_of_the_equation(decay):
+    """SGD rests where the gradient with its penalty is zero; so does the closed form."""
+    (x, y), (u, v) = data(), data()
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = optim.SGD(model.parameters(), lr=0.2, weight_decay=decay)
+    inner = il.InnerLoop(model, optimizer, squares, ("weight_decay",), il.Implicit())
+    value = inner([(x, y)] * 400, (u, v))
+    (found,) = torch.autograd.grad(value, inner.settings.weight_decay)
+    penalty = torch.tensor(decay, requires_grad=True)
+    weights = torch.linalg.solve(2 * x.T @ x / 12 + penalty * torch.eye(3), 2 * x.T @ y / 12)
+    expected = (u @ weights - v).square().mean()
+    (gradient,) = torch.autograd.grad(expected, penalty)
+    assert torch.allclose(value, expected, rtol=1e-10)
+    assert torch.allclose(found, gradient, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.ASGD])
+def test_a_decay_beside_the_gradient_is_refused_by_implicit(kind):
+    model = nn.Linear(3, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares, backward=il.Implicit(proximal=1.0))
+    with pytest.raises(il.RequirementError, match="decoupled weight decay"):
+        inner([data()] * 3, data())
+
+
+class Remembers(nn.Module):
+    """Keeps a running mean of its features in a buffer, with its graph or without."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.linear, self.detach = nn.Linear(3, 1), detach
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        out = self.linear(x)
+        new = out.detach() if self.detach else out
+        self.mean = 0.9 * self.mean + 0.1 * new.mean(0)
+        return out - self.mean
+
+
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_a_graph_in_a_buffer_is_refused_and_a_number_is_not(backward):
+    for detach in (True, False):
+        model = Remembers(detach)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        inner = il.InnerLoop(model, optimizer, squares, backward=backward)
+        if detach:
+            assert inner.adapt([data()] * 3).buffers["mean"].ne(0).all()
+        else:
+            with pytest.raises(il.RequirementError, match="buffer 'mean'"):
+                inner([data()] * 3, data())
+
+
+class Teacher(nn.Module):
+    """A frozen copy of the student that follows it, written to in place in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for ours, theirs in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                ours.lerp_(theirs, 0.1)
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_a_frozen_weight_written_to_in_the_forward_is_refused(backward):
+    model = Teacher()
+    inner = il.InnerLoop(
+        model, optim.SGD(model.student.parameters(), lr=0.1), squares, backward=backward
+    )
+    with pytest.raises(il.InnerLoopError, match=r"wrote in place to the weight 'teacher\.weight'"):
+        inner([data()] * 2, data())
+
+
+def test_a_layer_replaced_after_the_loop_was_made_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    inner = il.InnerLoop(model, optim.Adam(model.parameters()), squares)
+    inner([data()], data())
+    model[1] = nn.Linear(3, 1)
+    with pytest.raises(il.InnerLoopError, match=r"replaced '1\.weight'"):
+        inner([data()], data())
+
+
+def test_auto_does_not_take_a_strategy_that_cannot_follow_the_loss():
+    """One learned number would make Forward fit into the least memory."""
+    scale = torch.tensor(1.5, requires_grad=True)
+    model = nn.Linear(3, 1)
+    grads = []
+    for backward in (il.Tape(), il.Auto("1GB"), il.Auto("100kB")):
+        inner = il.InnerLoop(
+            model,
+            optim.SGD(model.parameters(), lr=0.1),
+            lambda m, b: scale * squares(m, b),
+            ("lr",),
+            backward,
+        )
+        torch.manual_seed(0)
+        grads.append(torch.autograd.grad(inner([data()] * 40, data()), scale)[0])
+    assert torch.allclose(grads[0], grads[1], rtol=1e-12)
+    assert torch.allclose(grads[0], grads[2], rtol=1e-12)
+
+
+def test_auto_judges_by_the_largest_batch():
+    model = nn.Linear(3, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    small, large = data(2), data(20_000)
+    peaks = []
+    for train in ([small] * 4, [small, small, large, small]):
+        auto = il.Auto("1GB")
+        il.InnerLoop(model, optimizer, squares, backward=auto)(train, small)
+        peaks.append(auto.forecast.cost.peak)
+    assert peaks[1] > 100 * peaks[0]
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((4, 2)), object()], ids=["array", "object"])
+def test_what_cannot_be_divided_among_tasks_is_refused(wrong):
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 1)
+    with pytest.raises(il.InnerLoopError, match=type(wrong).__name__):
+        inner([(x, y, wrong)], (x, y), tasks=True)
