@@ -7,7 +7,7 @@ from torch import nn, optim
 
 import innerloop as il
 
-STRATEGIES = [il.Tape(), il.Remat(), il.Binomial(1)]
+STRATEGIES = [il.Tape(), il.Remat(), il.Binomial(1), il.Forward()]
 
 
 def squares(model, batch):
@@ -146,3 +146,53 @@ def test_what_cannot_be_divided_among_tasks_is_refused(wrong):
     x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 1)
     with pytest.raises(il.InnerLoopError, match=type(wrong).__name__):
         inner([(x, y, wrong)], (x, y), tasks=True)
+
+
+def halve(grad):
+    return 0.5 * grad
+
+
+HOOKS = {
+    "gradient": lambda model, optimizer: model.weight.register_hook(halve),
+    "accumulation": lambda model, optimizer: model.weight.register_post_accumulate_grad_hook(
+        lambda p: p.grad.mul_(0.5)
+    ),
+    "before": lambda model, optimizer: optimizer.register_step_pre_hook(lambda *_: None),
+    "after": lambda model, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_hooks_of_ordinary_training_are_not_left_out_in_silence(register):
+    model = nn.Linear(3, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, optimizer, squares)
+    inner([data()], data())
+    register(model, optimizer)
+    with pytest.warns(UserWarning, match="does not run"):
+        inner([data()], data())
+
+
+def test_without_a_gradient_a_graph_in_a_buffer_is_no_matter():
+    model = Remembers(detach=False)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    with torch.no_grad():
+        assert not inner.adapt([data()] * 3).buffers["mean"].requires_grad
+
+
+class Lazy(list):
+    """Batches that are made anew whenever they are asked for."""
+
+    def __getitem__(self, j):
+        return tuple(t.clone() for t in super().__getitem__(j))
+
+    def __iter__(self):
+        return (self[j] for j in range(len(self)))
+
+
+def test_batches_that_are_made_when_asked_for_serve_tasks():
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    train = [(torch.randn(4, 5, 3), torch.randn(4, 5, 1)) for _ in range(3)]
+    value = inner(train, train[0], tasks=True)
+    assert torch.equal(value, inner(Lazy(train), train[0], tasks=True))

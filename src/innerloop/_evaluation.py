@@ -24,6 +24,8 @@ class Evaluation:
         self.buffers = state.buffers
         self.out: Any = None
         self.value: Tensor = None  # type: ignore[assignment]
+        self.asked = torch.is_grad_enabled() or _captured.current() is not None
+        """Whether a meta-gradient is wanted, now or from a later recomputation."""
         self.followed = False
         """Whether anything that a gradient could reach has a part in the loss."""
 
@@ -33,12 +35,12 @@ class Evaluation:
         named = named_leaves(self.state.params)
         trained = self.trained(named)
         sources = {name: source(named[name], tracked) for name in trained}
-        versions = {name: (p, p._version) for name, p in named.items() if isinstance(p, Tensor)}
+        versions = versions_of(named)
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad():
             self.value, self.out = self.evaluated({**named, **sources})
             check_loss(self.value)
-            _check_unwritten(versions)
+            check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
             found = torch.autograd.grad(
@@ -76,7 +78,7 @@ class Evaluation:
         """Note what a forward left in the buffers of the model, the loss or the optimizer."""
         prefix = f"{part}:" if part else ""
         for name, buffer in found.items():
-            if buffer.requires_grad:
+            if buffer.requires_grad and self.asked:
                 raise RequirementError(
                     four_part(
                         f"The forward left a tensor with a graph in the buffer {prefix + name!r}.",
@@ -160,7 +162,12 @@ def source(param: Tensor, tracked: bool) -> Tensor:
     return _captured.own(param.detach().requires_grad_())
 
 
-def _check_unwritten(versions: Mapping[str, tuple[Tensor, int]]) -> None:
+def versions_of(named: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
+    """How often each weight has been written to."""
+    return {name: (p, p._version) for name, p in named.items() if isinstance(p, Tensor)}
+
+
+def check_unwritten(versions: Mapping[str, tuple[Tensor, int]]) -> None:
     """Refuse a loss that changes the weights it is handed."""
     for name, (weight, version) in versions.items():
         if weight._version != version:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _second_order, _tree
-from innerloop._evaluation import Evaluation, source
+from innerloop._evaluation import Evaluation, check_unwritten, source, versions_of
 from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
 from innerloop._linear import Pushforward
@@ -30,8 +30,10 @@ class Linearized:
         trained = run.trained(named)
         sources = {name: source(named[name], True) for name in trained}
         with torch.enable_grad(), twice_differentiable:
+            versions = versions_of(named)
             run.value, run.out = run.evaluated({**named, **sources})
             check_loss(run.value)
+            check_unwritten(versions)
             others = [t for n, t in named.items() if n not in sources]
             others += _tree.flatten(meta.loss)[0]
             self._others = [t for t in others if isinstance(t, Tensor) and t.requires_grad]

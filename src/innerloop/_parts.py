@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,28 @@ def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
                 "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
             )
         )
+
+
+def warn_of_hooks(params: Mapping[str, Any], optimizer: Any) -> None:
+    """Say so where hooks of ordinary training are not part of the inner loop."""
+    hooked = [n for n, p in params.items() if p._backward_hooks or _after_accumulation(p)]
+    around = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    what = f"The parameter {hooked[0]!r} has a hook" if hooked else "The optimizer has step hooks"
+    if hooked or any(getattr(optimizer, name, None) for name in around):
+        warnings.warn(
+            four_part(
+                f"{what}, which the inner loop does not run.",
+                "what is done to inner gradients as a part of the loop.",
+                "hooks run when a gradient is accumulated into .grad and when the optimizer steps, "
+                "which an inner loop does not do.",
+                "grad_transform=..., a function from gradients to gradients, and schedule=...",
+            ),
+            stacklevel=6,
+        )
+
+
+def _after_accumulation(param: Any) -> Any:
+    return getattr(param, "_post_accumulate_grad_hooks", None)
 
 
 def check_callable(name: str, value: Any) -> None:

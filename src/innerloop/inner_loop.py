@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from innerloop import _tree
 from innerloop import tasks as _tasks
 from innerloop._captured import reaches
-from innerloop._parts import check_callable, check_parts, no_settings
+from innerloop._parts import check_callable, check_parts, no_settings, warn_of_hooks
 from innerloop.adapted import Adapted, AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
@@ -142,6 +142,7 @@ class InnerLoop(nn.Module):
         run = dataclasses.replace(self.prepared(len(batches)), own=own)
         if not tasks:
             return run.adapted(batches, self._carry(0), self._keep(0))
+        batches = list(batches)
         count = _tasks.count(batches, val)
         run = dataclasses.replace(run, backward=self.backward.for_tasks(count))
         each = [
@@ -223,6 +224,7 @@ class InnerLoop(nn.Module):
         params = {n: p if learned else _detached(p) for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self._check_same(template, self.optimizer)
+            warn_of_hooks({n: template.params[n] for n in self._names}, self.optimizer)
             rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
             settings = _Settings(self, rule, self._factors())
         else:

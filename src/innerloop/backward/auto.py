@@ -204,7 +204,12 @@ def _row(strategy: Backward, steps: int, cost: Cost) -> Row:
 
 
 def _largest(batches: Sequence[Any]) -> Any:
-    """The batch with the most bytes, by which the costliest step is judged."""
+    """The batch with the most bytes, by which the costliest step is judged.
+
+    Of a sequence that loads its batches when they are asked for, the first.
+    """
+    if not isinstance(batches, list | tuple):
+        return batches[0]
     distinct = {id(b): b for b in (batches[j] for j in range(len(batches)))}
     return max(distinct.values(), key=lambda b: _memory.size_of(_tree.flatten(b)[0]))
 
