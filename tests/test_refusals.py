@@ -1,5 +1,7 @@
 """Set-ups whose gradient would silently be another one: each is right, or refused by name."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -196,3 +198,73 @@ def test_batches_that_are_made_when_asked_for_serve_tasks():
     train = [(torch.randn(4, 5, 3), torch.randn(4, 5, 1)) for _ in range(3)]
     value = inner(train, train[0], tasks=True)
     assert torch.equal(value, inner(Lazy(train), train[0], tasks=True))
+
+
+class Distilled(Lazy):
+    """Learned data, cut out of one tensor whenever a batch is asked for."""
+
+    def __init__(self, x, y):
+        super().__init__(range(len(x)))
+        self.x, self.y = x, y
+
+    def __getitem__(self, j):
+        return self.x[j], self.y
+
+
+@pytest.mark.parametrize(
+    "backward", [il.Remat(), il.Remat(2), il.Binomial(2), il.Truncated(9, il.Remat())], ids=repr
+)
+def test_learned_data_made_when_asked_for_gets_its_gradient(backward):
+    model = nn.Linear(3, 1)
+    x, y = torch.randn(5, 6, 3, requires_grad=True), torch.randn(6, 1)
+    val, grads = data(), []
+    for how in (il.Tape(), backward):
+        inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, backward=how)
+        grads.append(torch.autograd.grad(inner(Distilled(x, y), val), x)[0])
+    assert torch.allclose(*grads, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(2)], ids=repr)
+def test_batches_made_when_asked_for_are_not_kept(backward):
+    alive = []
+
+    class Counted(Distilled):
+        def __getitem__(self, j):
+            batch = super().__getitem__(j)
+            alive.append(weakref.ref(batch[0]))
+            return batch
+
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, backward=backward)
+    value = inner(Counted(torch.randn(30, 6, 3), torch.randn(6, 1)), data())
+    assert sum(reference() is not None for reference in alive) < 5
+    value.backward()
+
+
+def test_parameters_of_a_loss_function_with_a_model_are_handed_to_it():
+    model, power = nn.Linear(3, 1), torch.tensor(2.0, requires_grad=True)
+    params = il.functional(model).params
+    step = il.inner_step(
+        lambda m, b, phi: (m(b[0]) - b[1]).abs().pow(phi["power"]).mean(), il.optim.sgd(0.1), model
+    )
+    state, _ = il.unroll(step, il.State(params), il.Meta(loss={"power": power}), [data()] * 2)
+    assert torch.autograd.grad(squares(il.functional(model).bind(state.params), data()), power)[0]
+
+
+def test_what_is_no_rule_or_no_meta_is_explained():
+    model = nn.Linear(3, 1)
+    with pytest.raises(il.InnerLoopError, match="from_torch"):
+        il.inner_step(squares, optim.SGD(model.parameters(), lr=0.1), model)
+    step = il.inner_step(squares, il.optim.sgd(0.1), model)
+    state = il.State(il.functional(model).params)
+    with pytest.raises(il.InnerLoopError, match="Meta"):
+        il.unroll(step, state, {"lr": 0.1}, [data()])
+
+
+def test_an_error_in_the_loss_shows_what_it_was_called_with():
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    with pytest.raises(ValueError) as info:
+        inner(data(), data())  # not [data()] * 5
+    notes = getattr(info.value, "__notes__", None)
+    assert notes is None or "Tensor[12, 3]" in notes[0]

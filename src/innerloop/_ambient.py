@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,17 +25,21 @@ class Unwritten:
     """Tensors that must not be written to in place before a backward has used them."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        # Weakly: a batch that was made for one step is not to be kept for this.
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def add(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                self._versions.setdefault(id(leaf), (leaf, leaf._version))
+                known = self._versions.get(id(leaf))
+                if known is None or known[0]() is not leaf:
+                    self._versions[id(leaf)] = (weakref.ref(leaf), leaf._version)
 
     def check(self) -> None:
         """Raise an error if one was written to since it was added."""
-        for tensor, version in self._versions.values():
-            if tensor._version != version:
+        for reference, version in self._versions.values():
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
                 raise InnerLoopError(
                     four_part(
                         f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of "

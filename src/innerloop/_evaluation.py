@@ -130,12 +130,12 @@ class Evaluation:
         step, loss, given = self.step, self.step.loss, self.state.buffers
         if step.loss_model is not None:
             loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", given))
+        extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
         if step.model is None:
-            extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
             out = loss(rebuilt(self.state.params, named), self.batch, *extra)
         else:
             replica = step.model.bind(named, buffers_of("", given))
-            out = loss(replica, self.batch)
+            out = loss(replica, self.batch, *extra)
             self.keep("", step.model.buffers_of(replica))
         if step.loss_model is not None:
             self.keep("loss", step.loss_model.buffers_of(cast(nn.Module, loss)))

@@ -27,7 +27,7 @@ def penalized(rule: Any, hyper: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]
         if (decoupled and not off(decay)) or not off(group.get("lambd", 0)):
             raise RequirementError(
                 four_part(
-                    f"You gave Implicit() {rule.family.name} with decoupled weight decay.",
+                    f"You gave Implicit() {rule.family.name} with decoupled weight decay or lambd.",
                     "an optimizer that rests where the gradient, with a penalty, is zero.",
                     "decoupled decay pulls against an update that the optimizer has rescaled, so "
                     "where it rests depends on its way there.",

@@ -25,9 +25,10 @@ def meta_update(
     """Update the meta-parameters ``updates`` times by the exact meta-gradient (Algorithm 1).
 
     Every time, training starts from a copy of the model and of the optimizer's state as they are
-    now, runs over ``train``, and is measured on ``val``; the model, the optimizer and their
-    gradients are left as they are, except for what ``inner`` learns. ``train`` and ``val`` may be
-    functions without arguments that give new data for every update. Returns the validation losses.
+    now (or from the carried state of ``Truncated(carry=True)``), runs over ``train``, and is
+    measured on ``val``; the model, the optimizer and their gradients are left as they are, except
+    for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
+    new data for every update. Returns the validation losses.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

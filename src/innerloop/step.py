@@ -39,12 +39,17 @@ class InnerStep:
     proximal: float = 0.0
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
+        _check_arguments(state, meta)
         try:
             return self._taken(state, meta, batch)
         except Exception as error:
             add_note = getattr(error, "add_note", None)
             if add_note is not None:
-                add_note(f"This happened in inner step {state.time} (counted from 0).")
+                add_note(
+                    f"This happened in inner step {state.time} (counted from 0), where the loss "
+                    f"was called with {'params' if self.model is None else 'the model'} and "
+                    f"the batch {_shown(batch)}."
+                )
             raise
 
     # What strategies may ask of a step beyond calling it. ----------------------------------------
@@ -194,9 +199,9 @@ def inner_step(
     """One step of training as a pure function ``step(state, meta, batch) -> (state, out)`` (Eq. 2).
 
     With a ``model``, ``loss(model, batch)`` is called with a replica that has the weights and
-    buffers of the state. Without one, ``loss(params, batch)`` gets the weights themselves, and
-    ``meta.loss`` as a third argument if there is any. A loss that is a module runs with the weights
-    ``meta.loss``. It returns a scalar, or a tuple that begins with one; that is ``out``.
+    buffers of the state. Without one, ``loss(params, batch)`` gets the weights themselves. A loss
+    that is a module runs with the weights ``meta.loss``; to any other one they are a third
+    argument, if there are any. It returns a scalar, or a tuple that begins with one: ``out``.
 
     ``rule`` is one of :mod:`innerloop.optim`, or a module with ``init(params)`` and
     ``update(params, grads, state)``, a learned optimizer, whose weights are ``meta.opt``.
@@ -209,6 +214,16 @@ def inner_step(
     >>> state.params["w"], loss
     (tensor([1.4000]), tensor(4.))
     """
+    if isinstance(rule, torch.optim.Optimizer | type) or not hasattr(rule, "update"):
+        found = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+        raise InnerLoopError(
+            four_part(
+                f"You gave {found} as the rule of a step.",
+                "a rule of innerloop.optim, or a learned optimizer.",
+                "a step is a function, and a torch optimizer changes weights in place.",
+                "innerloop.optim.from_torch(optimizer, innerloop.functional(model).params).",
+            )
+        )
     return InnerStep(
         loss,
         rule,
@@ -219,6 +234,30 @@ def inner_step(
         grad_transform,
         schedule,
     )
+
+
+def _check_arguments(state: Any, meta: Any) -> None:
+    if not isinstance(state, State) or not isinstance(meta, Meta):
+        wrong = state if not isinstance(state, State) else meta
+        raise InnerLoopError(
+            four_part(
+                f"You gave a step a {type(wrong).__name__}.",
+                "innerloop.State and innerloop.Meta.",
+                "a step takes weights, buffers and the optimizer's state out of the one, settings "
+                "and the loss's parameters out of the other.",
+                "step(State(params), Meta({'lr': lr}), batch).",
+            )
+        )
+
+
+def _shown(value: Any) -> str:
+    """A batch in few words."""
+    if isinstance(value, Tensor):
+        return f"Tensor{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        inside = ", ".join(map(_shown, value[:4])) + (", ..." if len(value) > 4 else "")
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    return type(value).__name__
 
 
 def _shape(value: Any) -> Any:

@@ -61,6 +61,8 @@ class Walk:
         """A few numbers for each step, by which to see whether it comes out the same again."""
         self.given: dict[int, Tensor] = {}
         """Leaves of batches that require grad."""
+        self.learned: dict[int, Any] = {}
+        """The batches they are in."""
         self.callers = Unwritten()
         self.callers.add(_tree.flatten((state, meta))[0])
         self.own = [detached(leaf) for leaf in self.start]
@@ -133,11 +135,18 @@ class Walk:
         return working, at
 
     def _batch(self, j: int, first: bool) -> Any:
-        batch = self.batches[j]
+        if j in self.learned:
+            return self.learned[j]
+        with torch.enable_grad():  # It may be computed only now, out of learned data.
+            batch = self.batches[j]
         if first:
             leaves = [t for t in _tree.flatten(batch)[0] if isinstance(t, Tensor)]
             self.callers.add(leaves)
-            self.given.update((id(leaf), leaf) for leaf in leaves if leaf.requires_grad)
+            given = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+            if given:
+                # Kept: another fetch could give other tensors, which nobody asks a gradient of.
+                self.learned[j] = batch
+                self.given.update(given)
         return batch
 
     def _segment(self, action: Reverse, working: _Kept, first: bool) -> Segment:

@@ -127,7 +127,8 @@ class _Run:
         self.how, self.step = how, step
         self.start, self.spec = _tree.flatten(state)
         self.meta, self.meta_spec = _tree.flatten(meta)
-        self.batches = list({id(b): b for b in (batches[j] for j in range(len(batches)))}.values())
+        fetched = [batches[j] for j in range(len(batches))]
+        self.batches = list({id(batch): batch for batch in fetched}.values())
         self.own = hasattr(step, "stationarity")
         if not self.own and how.solver == "cg":
             raise InnerLoopError(
@@ -144,7 +145,7 @@ class _Run:
         self.devices, self.autocast = devices, Autocast(devices)
         with torch.no_grad(), _captured.watching() as watch:
             own = [detached(leaf) for leaf in self.start]
-            fed = [_tree.map(detached, batches[j]) for j in range(len(batches))]
+            fed = [_tree.map(detached, batch) for batch in fetched]
             plain = _tree.unflatten(own, self.spec)
             final, self.outs = fold(step, plain, _tree.map(detached, meta), fed)
             self.randomness = Randomness(devices)
