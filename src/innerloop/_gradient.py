@@ -32,8 +32,8 @@ def check_loss(loss: Any) -> None:
                 "You gave a loss that does not require grad.",
                 "a loss that depends on the model's weights through differentiable operations.",
                 "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
-                "the loss as a tensor straight from the output of the model you are handed (fmodel, "
-                "in innerloop_ctx), with gradients enabled.",
+                "the loss as a tensor straight from the output of the model you are handed (in "
+                "innerloop_ctx: fmodel), with gradients enabled.",
             )
         )
     if not is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
