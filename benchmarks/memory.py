@@ -47,6 +47,7 @@ class _Plan:
     conv: str = "conv"
     gpt: str = "gpt"
     steps: tuple[int, ...] = (1, 2, 5, 8, 10, 20, 50, 100, 200)
+    sides: tuple[str, ...] = ()  # none: all
     auto_steps: int = 100
     timed: tuple[_Timed, ...] = (
         _Timed("conv", "Remat", "Tape", 10, 1.25, 15),
@@ -88,7 +89,7 @@ def _sweep(problem: str, plan: _Plan, limits: Limits) -> _Found:
     import unrolls
 
     points = []
-    for side in memory_report.SIDES:
+    for side in plan.sides or memory_report.SIDES:
         for point in fresh.sweep(problem, side, plan.steps, limits):
             _progress(point)
             points.append(point)
@@ -159,6 +160,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=_PARTS, help="one part (default: all)")
     parser.add_argument("--steps", metavar="J,J,...", help="numbers of inner steps, as 1,2,5")
+    parser.add_argument("--sides", metavar="A,B,...", help="for conv and gpt, as higher,Remat")
     parser.add_argument("--max-seconds", type=float, default=1800, help="per point (default: 1800)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="default: benchmarks/results")
@@ -168,6 +170,8 @@ def _arguments() -> argparse.Namespace:
 
 def _plan(args: argparse.Namespace) -> _Plan:
     plan = _QUICK if args.quick else _Plan()
+    if args.sides is not None:
+        plan = dataclasses.replace(plan, sides=tuple(args.sides.split(",")))
     if args.steps is None:
         return plan
     return dataclasses.replace(plan, steps=tuple(sorted(map(int, args.steps.split(",")))))
