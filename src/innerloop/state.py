@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._tree import differentiable as differentiable
 
 
 class State(NamedTuple):
@@ -57,8 +58,3 @@ def buffers_of(part: str, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if owner == part:
             found[own if colon else name] = buffer
     return found
-
-
-def differentiable(value: Any) -> bool:
-    """Whether a value can have a derivative: a tensor of real or complex numbers."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._tree import differentiable as differentiable
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -24,11 +25,6 @@ class Backward(abc.ABC):
     def for_tasks(self, count: int) -> Backward:
         """The strategy to use when so many inner loops are alive at once."""
         return self
-
-
-def differentiable(value: Any) -> bool:
-    """Whether a value can have a derivative: a tensor of real or complex numbers."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def detached(value: Any) -> Any:
