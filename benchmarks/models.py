@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Norm = Callable[[int], nn.Module]  # made from the number of channels
 
 def mlp(widths: list[int]) -> nn.Sequential:
     """Linear layers with a ReLU between them. [batch, widths[0]] -> [batch, widths[-1]]"""
@@ -27,17 +29,66 @@ def wide_mlp() -> nn.Sequential:
     return mlp([256, 256, 256, 256, 10])
 
 
-def conv4(way: int = 5, channels: int = 64) -> nn.Sequential:
-    """The few-shot network of MAML. [batch, 1, 28, 28] -> [batch, way]"""
+def conv4(
+    way: int = 5, channels: int = 64, colours: int = 1, size: int = 28, norm: Norm = nn.BatchNorm2d
+) -> nn.Sequential:
+    """The few-shot network of MAML. [batch, colours, size, size] -> [batch, way]"""
     layers: list[nn.Module] = []
-    for fan_in in (1, channels, channels, channels):
+    for fan_in in (colours, channels, channels, channels):
         layers += [
             nn.Conv2d(fan_in, channels, 3, padding=1),
-            nn.BatchNorm2d(channels),
+            norm(channels),
             nn.ReLU(),
             nn.MaxPool2d(2),
         ]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, way))
+        size //= 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * size**2, way))
+
+
+class ComposedNorm(nn.Module):
+    """Training-mode BatchNorm out of operations whose second derivatives `vmap` gets right.
+
+    torch's own kernel under `vmap` gives a wrong meta-gradient, without an error.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+        scale = self.weight.view(-1, 1, 1) * (var + 1e-5).rsqrt()
+        return (x - mean) * scale + self.bias.view(-1, 1, 1)
+
+
+class _Residual(nn.Module):
+    """Three 3x3 convolutions beside a 1x1 one, then halved in size."""
+
+    def __init__(self, fan_in: int, channels: int, norm: Norm) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for previous in (fan_in, channels, channels):
+            layers += [nn.Conv2d(previous, channels, 3, padding=1, bias=False), norm(channels)]
+            layers += [nn.ReLU()]
+        self.body = nn.Sequential(*layers[:-1])
+        self.shortcut = nn.Sequential(nn.Conv2d(fan_in, channels, 1, bias=False), norm(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(self.body(x) + self.shortcut(x)), 2)
+
+
+def resnet12(
+    way: int = 5, channels: int = 64, colours: int = 1, norm: Norm = nn.BatchNorm2d
+) -> nn.Sequential:
+    """The larger few-shot network. [batch, colours, height, width] -> [batch, way]
+
+    Four residual blocks, with 1, 2, 4 and 8 times `channels`.
+    """
+    widths = [channels * 2**block for block in range(4)]
+    blocks = [_Residual(*pair, norm) for pair in itertools.pairwise([colours, *widths])]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], way)]
+    return nn.Sequential(*blocks, *head)
 
 
 class _Bottleneck(nn.Module):

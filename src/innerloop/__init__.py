@@ -2,6 +2,7 @@
 
 from innerloop import compat as compat
 from innerloop import optim as optim
+from innerloop import tasks as tasks
 from innerloop.backward import Auto as Auto
 from innerloop.backward import Binomial as Binomial
 from innerloop.backward import Forward as Forward
@@ -30,5 +31,6 @@ from innerloop.meta_update import meta_update as meta_update
 from innerloop.plot import plot_unroll as plot_unroll
 from innerloop.state import Meta as Meta
 from innerloop.state import State as State
+from innerloop.step import batched as batched
 from innerloop.step import inner_step as inner_step
 from innerloop.unroll import unroll as unroll

@@ -39,12 +39,12 @@ class Evaluation:
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad():
             self.value, self.out = self.evaluated({**named, **sources})
-            check_loss(self.value)
+            self.check()
             check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
             found = torch.autograd.grad(
-                self.value,
+                self.total,
                 list(sources.values()),
                 retain_graph=self.followed,
                 create_graph=create_graph,
@@ -69,10 +69,23 @@ class Evaluation:
         if create_graph:
             weights = list(sources.values())
             names = list(sources)
-            _second_order.guard(self.value, found, weights, names.__getitem__)
+            _second_order.guard(self.total, found, weights, names.__getitem__)
         if self.step.proximal:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
+
+    def check(self) -> None:
+        """Refuse a value that has no gradient."""
+        check_loss(self.value)
+
+    @property
+    def total(self) -> Tensor:
+        """What the gradient is taken of."""
+        return self.value
+
+    def updated(self, grads: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The rule's part of the step: the new weights and the new optimizer state."""
+        return self.step.updated(self.state, self.meta, grads, self)
 
     def keep(self, part: str, found: Mapping[str, Tensor]) -> None:
         """Note what a forward left in the buffers of the model, the loss or the optimizer."""
@@ -96,7 +109,7 @@ class Evaluation:
 
     def elsewhere(self, params: Any) -> tuple[Tensor, Any]:
         """The loss and its gradient at other weights, for rules that ask for them."""
-        other = Evaluation(self.step, State(params, self.buffers), self.meta, self.batch)
+        other = type(self)(self.step, State(params, self.buffers), self.meta, self.batch)
         grads = other.gradients(torch.is_grad_enabled() and not self.step.first_order)
         self.buffers = other.buffers
         return other.value, rebuilt(params, grads)
@@ -146,7 +159,7 @@ class Evaluation:
         return value, (value, *rest) if isinstance(out, tuple) else value
 
     def _again(self, named: dict[str, Tensor]) -> None:
-        again = Evaluation(self.step, self.state, self.meta, self.batch)
+        again = type(self)(self.step, self.state, self.meta, self.batch)
         devices = _ambient.devices_of(named.values())
         with _ambient.preserved(devices), torch.enable_grad():
             again.evaluated(named)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _second_order, _tree
-from innerloop._evaluation import Evaluation, check_unwritten, source, versions_of
-from innerloop._gradient import check_loss
+from innerloop._evaluation import check_unwritten, source, versions_of
 from innerloop._kernels import twice_differentiable
 from innerloop._linear import Pushforward
 from innerloop.state import Meta, State, differentiable, named_leaves
@@ -24,7 +23,7 @@ class Linearized:
     """
 
     def __init__(self, step: Any, state: State, meta: Meta, batch: Any) -> None:
-        run = Evaluation(step, state, meta, batch)
+        run = step.evaluation(state, meta, batch)
         since = _captured.sequence_number()
         named = named_leaves(state.params)
         trained = run.trained(named)
@@ -32,7 +31,7 @@ class Linearized:
         with torch.enable_grad(), twice_differentiable:
             versions = versions_of(named)
             run.value, run.out = run.evaluated({**named, **sources})
-            check_loss(run.value)
+            run.check()
             check_unwritten(versions)
             others = [t for n, t in named.items() if n not in sources]
             others += _tree.flatten(meta.loss)[0]
@@ -40,14 +39,14 @@ class Linearized:
             self._trained = [named[name] for name in trained]
             self._sources = list(sources.values())
             first = torch.autograd.grad(
-                run.value,
+                run.total,
                 [*self._sources, *self._others],
                 create_graph=True,
                 allow_unused=True,
             )
             self._first = first
             count = len(self._sources)
-            _second_order.guard(run.value, first[:count], self._sources, trained.__getitem__)
+            _second_order.guard(run.total, first[:count], self._sources, trained.__getitem__)
             self._grads = [
                 None if g is None else g.detach().requires_grad_() for g in first[:count]
             ]
@@ -55,7 +54,7 @@ class Linearized:
             if step.proximal:
                 grads = {n: run.pulled(n, g, named[n]) for n, g in grads.items()}
             found = dict.fromkeys(named) | grads
-            params, opt = step.updated(state, meta, found, run)
+            params, opt = run.updated(found)
         self.first_order = step.first_order
         self.state = State(params, run.buffers, opt, state.time + 1)
         self.out = _tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, run.out)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop import _tree
+from innerloop._mapped import sliced, stacked
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim._from_torch import family_of
 from innerloop.state import State, buffers_of
-from innerloop.tasks import count, sliced
+from innerloop.tasks._axis import count
 
 
 class Adapted:
@@ -41,6 +41,11 @@ class Adapted:
         if name == "module" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    @property
+    def measured(self) -> tuple[nn.Module, Any]:
+        """The model and the loss, as a validation loss is computed with them."""
+        return self.module, self._loss
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -135,7 +140,7 @@ class AdaptedTasks:
             )
         slices = [sliced((args, kwargs), t) for t in range(found)]
         pairs = zip(self.each, slices, strict=True)
-        return _stacked([one(*one_args, **one_kwargs) for one, (one_args, one_kwargs) in pairs])
+        return stacked([one(*one_args, **one_kwargs) for one, (one_args, one_kwargs) in pairs])
 
     def __len__(self) -> int:
         return len(self.each)
@@ -143,12 +148,12 @@ class AdaptedTasks:
     @property
     def params(self) -> dict[str, Tensor]:
         """The final weights by name. [tasks, ...]"""
-        return _stacked([one.params for one in self.each])
+        return stacked([one.params for one in self.each])
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The final buffers by name. [tasks, ...]"""
-        return _stacked([one.buffers for one in self.each])
+        return stacked([one.buffers for one in self.each])
 
     @property
     def opt_state(self) -> Any:
@@ -163,7 +168,7 @@ class AdaptedTasks:
     @property
     def aux(self) -> Any:
         """What the loss returned besides its value. [tasks, steps, ...]"""
-        return _stacked([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
+        return stacked([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
 
     def write_to(self, model: nn.Module, optimizer: Any = None) -> None:
         raise InnerLoopError(
@@ -177,16 +182,6 @@ class AdaptedTasks:
 
     def __repr__(self) -> str:
         return f"AdaptedTasks({len(self)} x {self.each[0]!r})"
-
-
-def _stacked(trees: Sequence[Any], is_leaf: Any = None) -> Any:
-    flat = [_tree.flatten(tree, is_leaf) for tree in trees]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [
-        torch.stack(list(c)) if isinstance(c[0], Tensor) else (c[0] if c[0] is None else list(c))
-        for c in columns
-    ]
-    return _tree.unflatten(leaves, flat[0][1])
 
 
 def _check_alike(targets: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:

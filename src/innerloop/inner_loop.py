@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
-from innerloop import tasks as _tasks
 from innerloop._captured import reaches
 from innerloop._parts import check_callable, check_parts, no_settings, warn_of_hooks
-from innerloop.adapted import Adapted, AdaptedTasks
+from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import Template, functional
@@ -22,10 +21,12 @@ from innerloop.learn import at_step, check_steps, learned_parameters, natural, p
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
-from innerloop.prepared import Prepared
+from innerloop.prepared import Prepared, TaskRun
 from innerloop.schedules import Factors, check_schedule, rebase, start_values
 from innerloop.state import Meta, State
 from innerloop.step import inner_step
+from innerloop.tasks import Way, _axis, auto
+from innerloop.tasks._way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
 
@@ -50,6 +51,8 @@ class InnerLoop(nn.Module):
         grad_transform: maps the inner gradients by name to others, as :func:`innerloop.clip_norm`.
         schedule: a function from the step to a factor of the learning rate, or a scheduler of
             ``torch.optim.lr_scheduler`` over the optimizer.
+        tasks: whether calls have a task axis if they do not say; and how tasks are run, one of
+            :mod:`innerloop.tasks`, by default the one that turns out fastest.
 
     >>> model = nn.Linear(1, 1)
     >>> inner = InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1),
@@ -73,6 +76,7 @@ class InnerLoop(nn.Module):
         val_loss: Callable[..., Any] | None = None,
         grad_transform: Callable[..., Any] | None = None,
         schedule: Any = None,
+        tasks: bool | Way = False,
     ) -> None:
         super().__init__()
         check_parts(model, optimizer, loss)
@@ -93,6 +97,9 @@ class InnerLoop(nn.Module):
         self.__dict__["val_loss"] = val_loss
         self.grad_transform = grad_transform
         self.schedule = schedule
+        check_way(tasks)
+        self.tasks: bool | Way = tasks
+        self._auto = auto()
         self._names: tuple[str, ...] = ()
         self._carried: Any = None
         self._base: Any = None
@@ -110,23 +117,29 @@ class InnerLoop(nn.Module):
 
     # The interface. -----------------------------------------------------------------------------
 
-    def forward(self, train: Any, val: Any, *, tasks: bool = False) -> Tensor:
+    def forward(self, train: Any, val: Any, *, tasks: bool | Way | None = None) -> Tensor:
         """L_val after one step for each batch in ``train``.
 
-        With ``tasks=True`` every tensor has a leading task axis, and so has the result. [tasks]
+        With ``tasks=True``, or a way of :mod:`innerloop.tasks` to run them, every tensor has a
+        leading task axis, and so has the result. [tasks]
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
-        adapted = self._adapted(train, tasks, val)
-        if isinstance(adapted, AdaptedTasks):
-            parts = [
-                self._measured(one, _tasks.sliced(val, t)) for t, one in enumerate(adapted.each)
-            ]
-            return torch.stack(parts)
-        return self._measured(adapted, val)
+        way = self._way(tasks)
+        if way is not None:
+            run = self._several(list(as_batches(train)), val, self._value)
+            ended = way.run(run)
+            self._keep(lambda: [state for state, _ in ended.each])
+            assert ended.losses is not None
+            self._check_losses(ended.losses, ended.weights)
+            return ended.losses
+        run, state, outs = self._single(train)
+        value = self._value(*run.adapted(state, outs).measured, val)
+        self._check_losses(value, list(state.params.values()))
+        return value
 
-    def adapt(self, train: Any, *, tasks: bool = False) -> Any:
+    def adapt(self, train: Any, *, tasks: bool | Way | None = None) -> Any:
         """The model after one step for each batch: an :class:`Adapted`, or one for each task.
 
         Under ``torch.no_grad()`` no graph is kept.
@@ -134,22 +147,46 @@ class InnerLoop(nn.Module):
         if torch.is_inference_mode_enabled():
             # No gradient can be taken in inference mode, and a step needs the inner one.
             with torch.inference_mode(False), torch.no_grad():
-                return self._adapted(_usable(as_batches(train)), tasks, None, own=True)
-        return self._adapted(train, tasks, None, own=True)
+                return self.adapt(_usable(as_batches(train)), tasks=tasks)
+        way = self._way(tasks)
+        if way is None:
+            run, state, outs = self._single(train, own=True)
+            return run.adapted(state, outs)
+        run = self._several(list(as_batches(train)), None, None)
+        ended = way.run(run)
+        self._keep(lambda: [state for state, _ in ended.each])
+        return AdaptedTasks([run.prepared.adapted(state, outs) for state, outs in ended.each])
 
-    def _adapted(self, train: Any, tasks: bool, val: Any, own: bool = False) -> Any:
+    def _way(self, tasks: bool | Way | None) -> Way | None:
+        """How to run tasks, or ``None`` if there are none."""
+        given = self.tasks if tasks is None else tasks
+        check_way(given)
+        if isinstance(given, Way):
+            return given
+        default = self.tasks if isinstance(self.tasks, Way) else self._auto
+        return default if given else None
+
+    def _single(self, train: Any, own: bool = False) -> tuple[Prepared, State, Any]:
         batches = as_batches(train)
         run = dataclasses.replace(self.prepared(len(batches)), own=own)
-        if not tasks:
-            return run.adapted(batches, self._carry(0), self._keep(0))
-        batches = list(batches)
-        count = _tasks.count(batches, val)
-        run = dataclasses.replace(run, backward=self.backward.for_tasks(count))
-        each = [
-            run.adapted(_tasks.of_task(batches, t), self._carry(t), self._keep(t))
-            for t in range(count)
-        ]
-        return AdaptedTasks(each)
+        state, outs = run.unrolled(batches, (self._carried or {}).get(0))
+        self._keep(lambda: [state])
+        return run, state, outs
+
+    def _several(self, batches: list[Any], val: Any, value: Any) -> TaskRun:
+        count = _axis.count(batches, val)
+        run = dataclasses.replace(self.prepared(len(batches)), own=value is None)
+        carried = self._carried and [self._carried[t] for t in range(count) if t in self._carried]
+        if carried and len(carried) != count:
+            raise InnerLoopError(
+                four_part(
+                    f"You called with {count} tasks after a call with {len(carried)}.",
+                    "the same tasks as in the last call.",
+                    f"with {self.backward} each task goes on where it was.",
+                    "inner.restart() before a call with other tasks.",
+                )
+            )
+        return TaskRun(run, batches, val, count, value, carried or None)
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -280,9 +317,10 @@ class InnerLoop(nn.Module):
             hyper[name] = at_step(learn, opt[name], time, sizes, rule.family.settings[name])
         return hyper
 
-    def _measured(self, adapted: Adapted, val: Any) -> Tensor:
-        measure: Any = adapted._loss if self.val_loss is None else self.val_loss
-        value = measure(adapted.module, val)
+    def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
+        """L_val of one model."""
+        measure: Any = loss if self.val_loss is None else self.val_loss
+        value = measure(model, val)
         value = value[0] if isinstance(value, tuple) and value else value
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -294,8 +332,13 @@ class InnerLoop(nn.Module):
                     "val_loss=lambda model, val: per_example(model, val).mean().",
                 )
             )
-        asked = torch.is_grad_enabled() and self._asks()
-        if asked and not any(p.requires_grad for p in adapted.state.params.values()):
+        return value.reshape(())
+
+    def _check_losses(self, value: Tensor, weights: list[Tensor]) -> None:
+        """Refuse a loss that no meta-parameter has an influence on."""
+        if not torch.is_grad_enabled() or not self._asks():
+            return
+        if not any(p.requires_grad for p in weights):
             raise RequirementError(
                 four_part(
                     f"No meta-parameter of {type(self).__name__} has an influence on the adapted "
@@ -307,7 +350,7 @@ class InnerLoop(nn.Module):
                     "torch.no_grad() if no gradient is wanted.",
                 )
             )
-        if asked and not self._depends(value, adapted):
+        if not reaches(value, (*weights, *self.parameters())):
             raise RequirementError(
                 four_part(
                     "The validation loss does not depend on the adapted weights by differentiable "
@@ -319,13 +362,9 @@ class InnerLoop(nn.Module):
                     "torch.no_grad() if no gradient is wanted.",
                 )
             )
-        return value.reshape(())
 
     def _asks(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
-
-    def _depends(self, value: Tensor, adapted: Adapted) -> bool:
-        return reaches(value, (*adapted.state.params.values(), *self.parameters()))
 
     def _check_reach(self, steps: int) -> None:
         k = self.backward.k if isinstance(self.backward, Truncated) else steps
@@ -351,15 +390,11 @@ class InnerLoop(nn.Module):
                 )
             )
 
-    def _carry(self, task: int) -> State | None:
-        return None if self._carried is None else self._carried.get(task)
-
-    def _keep(self, task: int) -> Callable[[State], None]:
-        def keep(state: State) -> None:
-            if isinstance(self.backward, Truncated) and self.backward.carry:
-                self._carried = {**(self._carried or {}), task: state}
-
-        return keep
+    def _keep(self, states: Callable[[], list[State]]) -> None:
+        """Remember where each task is, if the next call is to go on from there."""
+        if isinstance(self.backward, Truncated) and self.backward.carry:
+            plain = _tree.map(_without_graph, dict(enumerate(states())))
+            self._carried = {**(self._carried or {}), **plain}
 
     # Modules. -----------------------------------------------------------------------------------
 
@@ -405,6 +440,10 @@ class _Settings:
         every = {**self.rule.hyper, **hyper}
         listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
         return self.factors.apply(listed, self.inner.learned, opt, time)
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _detached(value: Any) -> Any:

@@ -13,7 +13,9 @@ from innerloop import _captured, _tree
 from innerloop._evaluation import Evaluation
 from innerloop._gradient import full_precision
 from innerloop._linearized import Linearized
+from innerloop._mapped import mapped
 from innerloop._stationary import lasting, penalized
+from innerloop._task_evaluation import TaskEvaluation
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import Rule
@@ -37,6 +39,10 @@ class InnerStep:
     grad_transform: GradTransform | None = None
     schedule: Settings | None = None
     proximal: float = 0.0
+    tasks: bool = False
+    """Whether every tensor of a state and a batch has a leading task axis."""
+    frozen: frozenset[str] = frozenset()
+    """With tasks, the buffers that no step changes."""
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         _check_arguments(state, meta)
@@ -61,17 +67,22 @@ class InnerStep:
     def stationarity(self, state: State, meta: Meta, batch: Any) -> list[tuple[Tensor, Tensor]]:
         """Each weight that moves with what is zero after convergence: its gradient and penalty."""
         named = named_leaves(state.params)
-        found = Evaluation(self, state, meta, batch).gradients(torch.is_grad_enabled())
+        found = self.evaluation(state, meta, batch).gradients(torch.is_grad_enabled())
         moving = {name: grad for name, grad in found.items() if grad is not None}
         hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
         plain = penalized(self.rule, {} if self.rule_model is not None else hyper)
         if plain is not None:
-            rule, settings = plain
-            grads = rebuilt(state.params, found)
-            new, _ = rule.update(state.params, grads, rule.init(state.params), settings)
-            moved = named_leaves(new)
+            moved = named_leaves(self._penalized(plain, state.params, rebuilt(state.params, found)))
             moving = {name: named[name] - moved[name] for name in moving}
         return [(named[name], rest) for name, rest in moving.items()]
+
+    def _penalized(self, plain: tuple[Rule, Any], params: Any, grads: Any) -> Any:
+        rule, settings = plain
+
+        def one(params: Any, grads: Any) -> Any:
+            return rule.update(params, grads, rule.init(params), settings)[0]
+
+        return mapped(one, params, grads) if self.tasks else one(params, grads)
 
     @property
     def lasting(self) -> frozenset[str]:
@@ -99,21 +110,26 @@ class InnerStep:
         """Where the names of tensors can be found that the step closes over."""
         return self.loss, self.grad_transform, self.schedule, self.rule
 
+    def evaluation(self, state: State, meta: Meta, batch: Any) -> Evaluation:
+        """The loss at a state and a batch; its gradient, and the update, are asked of it."""
+        kind = TaskEvaluation if self.tasks else Evaluation
+        return kind(self, state, meta, batch)
+
     def _taken(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         tracked = torch.is_grad_enabled()
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
-        run = Evaluation(self, state, meta, batch)
+        run = self.evaluation(state, meta, batch)
         grads = run.gradients(tracked and not self.first_order)
         # With nothing that requires grad this makes no graph, but it shows what was closed over.
         watch = None if tracked else _captured.current()
         since = _captured.sequence_number()
         with torch.set_grad_enabled(tracked or watch is not None):
-            new = self.updated(state, meta, grads, run)
+            new = run.updated(grads)
         if watch is not None:
             leaves = [t for t in _tree.flatten(new)[0] if isinstance(t, Tensor)]
             if any(leaf.requires_grad for leaf in leaves):
-                _inspect_update(watch, self, state, meta, grads, run, leaves, since)
+                _inspect_update(watch, self.roots, grads, run, leaves, since)
                 new = _tree.map(_detached, new)
         params, opt = new
         out = run.out if run.followed else _tree.map(_detached, run.out)
@@ -137,6 +153,8 @@ class InnerStep:
 
     def initial(self, params: Any) -> Any:
         """The optimizer's state before the first step."""
+        if self.tasks:
+            return mapped(dataclasses.replace(self, tasks=False).initial, params)
         if self.rule_model is None:
             return self.rule.init(params)
         named = named_leaves(params)
@@ -276,9 +294,7 @@ def _detached(value: Any) -> Any:
 
 def _inspect_update(
     watch: _captured.Watch,
-    step: InnerStep,
-    state: State,
-    meta: Meta,
+    roots: tuple[Any, ...],
     grads: Mapping[str, Any],
     run: Evaluation,
     leaves: list[Tensor],
@@ -288,6 +304,27 @@ def _inspect_update(
 
     def again() -> None:
         with torch.enable_grad():
-            step.updated(state, meta, grads, run)
+            run.updated(grads)
 
-    watch.inspect(leaves, [], since, again, step.roots)
+    watch.inspect(leaves, [], since, again, roots)
+
+
+def batched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step for many tasks at once: every tensor of a state and a batch has a leading task axis.
+
+    Meta-parameters are shared by the tasks. Each task has its own buffers and random numbers.
+
+    >>> from innerloop import optim
+    >>> step = inner_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(), optim.sgd(0.1))
+    >>> state = State({"w": torch.tensor([[1.0], [2.0]])})
+    >>> batched(step)(state, Meta(), torch.tensor([[3.0], [2.0]]))[0].params["w"]
+    tensor([[1.4000],
+            [2.0000]])
+    """
+    if isinstance(step, InnerStep):
+        return dataclasses.replace(step, tasks=True)
+
+    def for_tasks(state: Any, meta: Any, batch: Any) -> Any:
+        return mapped(lambda state, batch: step(state, meta, batch), state, batch)
+
+    return for_tasks

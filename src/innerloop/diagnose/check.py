@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import tasks as _tasks
+from innerloop._mapped import sliced
 from innerloop.backward.auto import Forecast, forecast
 from innerloop.diagnose.agreement import Agreement
 from innerloop.diagnose.difference import Noise
@@ -27,6 +27,7 @@ from innerloop.diagnose.untouched import Untouched
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import functional
 from innerloop.inner_loop import InnerLoop
+from innerloop.tasks import _axis
 from innerloop.unroll import as_batches
 
 
@@ -102,8 +103,8 @@ class _Diagnosis:
         self.phi = meta_parameters(self.inner)
         batches = as_batches(train)
         if tasks:
-            _tasks.count(batches, val)
-            batches, self.val = _tasks.of_task(batches, 0), _tasks.sliced(val, 0)
+            _axis.count(batches, val)
+            batches, self.val = _axis.of_task(batches, 0), sliced(val, 0)
         self.batches = batches
 
     def report(self, checks: int, warned: list[Any]) -> Report:

@@ -14,7 +14,8 @@ from innerloop import _tree
 from innerloop.backward import Remat, Tape
 from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter
-from innerloop.inner_loop import InnerLoop, Prepared
+from innerloop.inner_loop import InnerLoop
+from innerloop.prepared import Prepared
 from innerloop.state import Meta, State, differentiable
 from innerloop.step import InnerStep
 from innerloop.unroll import unroll
@@ -51,7 +52,7 @@ def look_at_steps(
     step = _probing(run.step, norms)
     given = [_probed(run, batches[j]) for j in range(len(batches))]
     strategy = Tape() if isinstance(inner.backward, Tape) else Remat()
-    start = run.state if inner._carried is None else inner._carry(0) or run.state
+    start = (inner._carried or {}).get(0, run.state)
     start = _tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, start)
     final, outs = unroll(step, start, None, given, strategy)
     last, direct = _last(inner, run, final, phi, val)

@@ -27,7 +27,8 @@ def batch_norm(
 
     ``x`` is ``[batch, channel, ...]``.
     """
-    return _Forward.apply(x, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[return-value]
+    function = _ForTasks if torch._C._are_functorch_transforms_active() else _Forward
+    return function.apply(x, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[return-value]
 
 
 class _Forward(torch.autograd.Function):
@@ -51,6 +52,40 @@ class _Forward(torch.autograd.Function):
             gb if b_needs else None,
             *[None] * 4,
         )
+
+
+class _ForTasks(torch.autograd.Function):
+    """The same under ``vmap``: channels of different tasks are different channels.
+
+    A class of its own, since one that ``vmap`` takes costs twice as much to call.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return batch_norm(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Never differentiated itself; see :meth:`vmap`."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *args: Any) -> tuple[Tensor, int]:  # type: ignore[override]
+        tasks = info.batch_size
+        x = (
+            x.unsqueeze(1).expand(-1, tasks, *x.shape[1:])
+            if in_dims[0] is None
+            else x.movedim(in_dims[0], 1)
+        )
+        each = [_joined(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
+        y = batch_norm(x.flatten(1, 2), *each, *args[4:])
+        return y.unflatten(1, (tasks, -1)), 1
+
+
+def _joined(value: Tensor | None, dim: int | None, tasks: int) -> Tensor | None:
+    """Per-channel values of all tasks, one task after another. [tasks * channels]"""
+    if value is None:
+        return None
+    return value.repeat(tasks) if dim is None else value.movedim(dim, 0).flatten()
 
 
 class _Backward(torch.autograd.Function):
@@ -166,16 +201,24 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
 def _applies(x: Tensor, weight: Tensor | None) -> bool:
     """Whether this is the plain case on the CPU, which is where it has been measured and tested.
 
-    torch's own path serves the rest: transforms of ``torch.func`` and forward mode, which need
-    more than a backward, other devices, and low precision.
+    torch's own path serves the rest: forward mode and transforms of ``torch.func`` other than one
+    ``vmap``, which need more than a backward, other devices, and low precision.
     """
     return (
-        x.requires_grad
+        (x.requires_grad or _is_mapped())
         and x.dim() > 1
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
         and (weight is None or weight.dtype == x.dtype)
         and x.numel() > x.shape[1]
-        and not torch._C._are_functorch_transforms_active()
+        and (not torch._C._are_functorch_transforms_active() or _is_mapped())
         and forward_ad._current_level < 0
     )
+
+
+def _is_mapped() -> bool:
+    """Whether one ``vmap`` is all that surrounds this call."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and [i.key() for i in stack] == [
+        torch._C._functorch.TransformType.Vmap
+    ]

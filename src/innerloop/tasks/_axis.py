@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._mapped import sliced
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -51,8 +52,3 @@ def of_task(train: Sequence[Any], task: int) -> list[Any]:
         if id(batch) not in slices:
             slices[id(batch)] = sliced(batch, task)
     return [slices[id(batch)] for batch in train]
-
-
-def sliced(tree: Any, task: int) -> Any:
-    """One task's part of nested tensors; what is not a tensor belongs to all tasks."""
-    return _tree.map(lambda v: v[task] if isinstance(v, Tensor) else v, tree)

@@ -1,0 +1,241 @@
+"""What is compared with the peers: one `Case` per row of the table. Knows sizes, no library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SYSTEMS = ("innerloop", "higher", "torchopt", "torch.func", "jax", "torch")
+REFERENCE = "torch"  # the plain loop: gradients are held to it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One meta-step: train for `steps`, measure, and differentiate by what is learned.
+
+    Ways are words that say how a system computes it, such as `vmap compiled`; each is a
+    measurement of its own, and a system's column shows the fastest.
+    """
+
+    name: str
+    about: str
+    network: str  # by its name in `models.py`, and in `systems/jax_models.py`
+    sizes: Mapping[str, Any]
+    data: str  # by its name in `peer_data.py`
+    support: int  # examples in a batch to train on, of each task
+    query: int  # examples to measure on
+    steps: int
+    ways: Mapping[str, tuple[str, ...]]  # system -> ways
+    tasks: int | None = None  # None: there is no task axis
+    rule: str = "sgd"
+    rate: float = 0.01
+    learn: tuple[str, ...] = ("init",)
+    per: str = "group"  # what has a learning rate of its own
+    fresh: bool = False  # every step has a batch of its own
+
+    @property
+    def batches(self) -> int:
+        return self.steps if self.fresh else 1
+
+    @property
+    def composed(self) -> bool:
+        """Whether the network has norms that `vmap` gets wrong."""
+        return self.network in ("conv4", "resnet12")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What was promised: `system` takes at least `factor` times innerloop's time.
+
+    With `memory`, by a way of innerloop that takes at most `memory` times the system's memory.
+    """
+
+    case: str
+    factor: float
+    system: str = "higher"  # or "all": every other
+    memory: float | None = None
+
+
+LIMITS = (
+    Limit("a", 50),
+    Limit("a", 1, "jax"),
+    Limit("b", 50),
+    Limit("c", 1 / 0.65),
+    Limit("c", 1, "all"),
+    Limit("d", 1 / 0.8),
+    Limit("e", 1 / 0.8),
+    Limit("f", 1 / 0.8),
+    Limit("g", 1 / 0.8, memory=0.3),
+    Limit("h", 10),
+)
+
+# --- ways -------------------------------------------------------------------------------------
+
+_LOOPS = {"higher": ("loop",), "torch": ("loop",)}
+_MANY_SMALL = _LOOPS | {
+    "innerloop": ("auto", "loop", "threads", "vmap", "vmap step", "vmap whole"),
+    "torchopt": ("loop", "vmap"),
+    "torch.func": ("vmap", "vmap compiled"),
+    "jax": ("vmap", "vmap scan"),
+}
+_IMAGES = _LOOPS | {
+    "innerloop": (
+        "auto",
+        "loop",
+        "threads",
+        "vmap",
+        "loop step",
+        "threads step",
+        "vmap step",
+        "threads Remat",
+    ),
+    "torchopt": ("loop", "vmap"),
+    "torch.func": ("vmap",),
+    "jax": ("vmap scan", "map scan", "map"),
+}
+_ONE_TASK = _LOOPS | {
+    "innerloop": ("Tape", "Remat", "Tape step", "Remat step"),
+    "torchopt": ("loop",),
+    "torch.func": ("grad",),
+    "jax": ("scan", "scan remat"),
+}
+_SWEEP = _LOOPS | {
+    "innerloop": ("vmap", "vmap step", "vmap whole"),
+    "torchopt": ("loop",),
+    "torch.func": ("vmap",),
+    "jax": ("vmap",),
+}
+
+# --- the cases --------------------------------------------------------------------------------
+
+_SINE = Case(
+    "a",
+    "sine MAML, 25 tasks × 5 SGD steps, MLP 1-40-40-1",
+    "mlp",
+    {"widths": [1, 40, 40, 1]},
+    "sines",
+    support=10,
+    query=10,
+    steps=5,
+    tasks=25,
+    ways=_MANY_SMALL,
+)
+_OMNIGLOT = Case(
+    "c",
+    "Omniglot-shaped MAML, 4 conv-64, 5-way 1-shot, 8 tasks × 5 steps",
+    "conv4",
+    {"way": 5},
+    "images",
+    support=5,
+    query=25,
+    steps=5,
+    tasks=8,
+    rate=0.1,
+    ways=_IMAGES,
+)
+CASES = (
+    _SINE,
+    replace(
+        _SINE,
+        name="b",
+        about="the same with Adam; learned rate and betas",
+        rule="adam",
+        learn=("init", "lr", "betas"),
+    ),
+    _OMNIGLOT,
+    replace(
+        _OMNIGLOT, name="d", about="the same 20-way", sizes={"way": 20}, support=20, query=100
+    ),
+    replace(
+        _OMNIGLOT,
+        name="e",
+        about="mini-ImageNet-shaped, 84×84, 48 filters, 5-way 1-shot, 2 tasks × 5 steps",
+        sizes={"way": 5, "channels": 48, "colours": 3, "size": 84},
+        query=75,
+        tasks=2,
+    ),
+    replace(
+        _OMNIGLOT,
+        name="f",
+        about="resnet-12 (32-64-128-256), 28×28, 5-way 1-shot, 2 tasks × 5 steps",
+        network="resnet12",
+        sizes={"way": 5, "channels": 32},
+        tasks=2,
+    ),
+    Case(
+        "g",
+        "GPT, 4 layers, width 256, length 256, batch 4, 10 SGD steps; learned rate per layer",
+        "gpt",
+        {},
+        "text",
+        support=4,
+        query=4,
+        steps=10,
+        ways=_ONE_TASK,
+        learn=("lr",),
+        fresh=True,
+    ),
+    Case(
+        "h",
+        "1,000 SGD steps, MLP 20-64-64-1, batch 32; learned rate per step",
+        "mlp",
+        {"widths": [20, 64, 64, 1]},
+        "regression",
+        support=32,
+        query=256,
+        steps=1000,
+        ways=_ONE_TASK,
+        learn=("lr",),
+        per="step",
+        fresh=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One size of a case, varied."""
+
+    about: str
+    field: str
+    cases: Mapping[int, Case] = field(repr=False)
+
+
+def _sweep(about: str, size: str, values: tuple[int, ...]) -> Sweep:
+    one = replace(_SINE, ways=_SWEEP)
+    named = {
+        value: replace(one, name=f"i-{size}-{value}", about=f"{about} = {value}", **{size: value})
+        for value in values
+    }
+    return Sweep(about, size, named)
+
+
+SWEEPS = (
+    _sweep("inner steps J (25 tasks)", "steps", (1, 2, 5, 10, 20)),
+    _sweep("tasks (5 steps)", "tasks", (1, 5, 25, 100)),
+)
+
+# --- tiny -------------------------------------------------------------------------------------
+
+_TINY_IMAGES = {"tasks": 2, "steps": 2, "query": 5}
+_TINY_CONV = _TINY_IMAGES | {"sizes": {"way": 5, "channels": 8}}
+_TINY: dict[str, dict[str, Any]] = {
+    "a": {"tasks": 3, "steps": 2},
+    "b": {"tasks": 3, "steps": 2},
+    "c": _TINY_CONV,
+    "d": _TINY_CONV | {"sizes": {"way": 20, "channels": 8}, "support": 20, "query": 20},
+    "e": _TINY_IMAGES | {"sizes": {"way": 5, "channels": 8, "colours": 3, "size": 32}},
+    "f": _TINY_IMAGES | {"sizes": {"way": 5, "channels": 4}},
+    "g": {
+        "steps": 3,
+        "sizes": {"layers": 2, "width": 32, "heads": 2, "length": 16, "vocabulary": 32},
+    },
+    "h": {"steps": 20},
+}
+
+
+def tiny(case: Case) -> Case:
+    """The same computation, small: shows that everything runs, not how well."""
+    about = f"tiny: {case.about}"
+    return replace(case, about=about, **_TINY[case.name])

@@ -1,0 +1,201 @@
+"""Tasks spread over threads, in the forward and in the backward."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from innerloop import _captured, _tree
+from innerloop._ambient import Autocast
+from innerloop._tree import differentiable
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.tasks._loop import loop
+from innerloop.tasks._way import Ended, Way, warn_of_loop
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class threads(Way):
+    """Tasks spread over threads, each with a replica and one core of its own.
+
+    The way for models whose operations are large but do not fill all cores. By default there are
+    as many threads as torch uses. What draws random numbers runs in a loop instead, since the
+    order of the draws must not depend on the speed of threads.
+    """
+
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n is not None and (
+            isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1
+        ):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave threads({self.n!r}).",
+                    "a number of threads, 1 or more, or None.",
+                    "the tasks are divided among them.",
+                    "innerloop.tasks.threads(2).",
+                )
+            )
+        self._refused = False
+
+    def run(self, tasks: Any) -> Ended:
+        if not self._refused:
+            found, why = self.tried(tasks)
+            if found is not None:
+                return found
+            self._refused = True
+            warn_of_loop(self, why)
+        return loop().run(tasks)
+
+    def tried(self, tasks: Any) -> tuple[Ended | None, str]:
+        """The result, or why there is none."""
+        before = torch.get_rng_state()
+        count = min(self.n or torch.get_num_threads(), tasks.count)
+        each = [_Task(tasks, t) for t in range(tasks.count)]
+        _parallel(count, each, _Task.run)
+        if not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+            return None, "that the model or the loss draws random numbers, as dropout does"
+        if any(task.strangers for task in each):
+            return None, "that the loss uses a tensor requiring grad that the loop was not given"
+        return _joined(each, count), ""
+
+
+class _Task:
+    """One task with stand-ins for all tensors that a gradient is asked of."""
+
+    def __init__(self, tasks: Any, number: int) -> None:
+        self.tasks, self.number = tasks, number
+        self.tracked, self.autocast = torch.is_grad_enabled(), Autocast(())
+        self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self.strangers = False
+        self.leaves: list[Any] = []
+        self.spec: Any = None
+        self.where: list[int] = []
+        """Which leaves of the result a gradient can come to."""
+
+    def run(self) -> None:
+        with torch.set_grad_enabled(self.tracked), self.autocast.restored():
+            found = self.tasks.one(self.number, self._of)
+        self.leaves, self.spec = _tree.flatten(found)
+        self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
+        known = [new for _, new in self.stand_ins.values()]
+        # Numbers of autograd's nodes differ between threads, so all are followed to their leaves.
+        self.strangers = any(_captured.strangers(self.outputs, known, -1))
+
+    def _of(self, value: Any) -> Any:
+        if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if id(value) not in self.stand_ins:
+            self.stand_ins[id(value)] = (value, value.detach().requires_grad_())
+        return self.stand_ins[id(value)][1]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.leaves[i] for i in self.where]
+
+    def pulled(self, grads: Sequence[Tensor | None], keep: bool) -> Iterator[tuple[int, Tensor]]:
+        """Gradients of the caller's tensors, by id."""
+        pairs = [(t, g) for t, g in zip(self.outputs, grads, strict=True) if g is not None]
+        targets = [new for _, new in self.stand_ins.values()]
+        if not pairs or not targets:
+            return iter(())
+        with self.autocast.restored():
+            found = torch.autograd.grad(
+                [t for t, _ in pairs],
+                targets,
+                [g for _, g in pairs],
+                retain_graph=keep,
+                allow_unused=True,
+            )
+        named = zip(self.stand_ins, found, strict=True)
+        return iter([(key, grad) for key, grad in named if grad is not None])
+
+
+def _joined(each: list[_Task], count: int) -> Ended:
+    """The results of all tasks, in the caller's graph."""
+    inputs = {key: old for task in each for key, (old, _) in task.stand_ins.items()}
+    values = [t.detach() for task in each for t in task.outputs]
+    if inputs and values:
+        values = _Join.apply(each, count, list(inputs), values, *inputs.values())
+    rest = iter(values)  # type: ignore[arg-type]
+    found = []
+    for task in each:
+        leaves = list(task.leaves)
+        for i in task.where:
+            leaves[i] = next(rest)
+        found.append(_tree.unflatten(leaves, task.spec))
+    losses = [loss for _, _, loss in found]
+    joined = None if losses[0] is None else torch.stack(losses)
+    return Ended([(state, outs) for state, outs, _ in found], joined)
+
+
+class _Join(torch.autograd.Function):
+    """Puts the results of threads into one graph; its backward runs in threads again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        each: list[_Task],
+        count: int,
+        keys: list[int],
+        values: list[Tensor],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.each, ctx.count, ctx.keys = each, count, keys
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RequirementError(
+                four_part(
+                    "The backward of tasks in threads was run with create_graph=True, as when an "
+                    "inner loop is differentiated inside another one.",
+                    "a way to run tasks whose backward has a graph.",
+                    "the graphs of the threads are not part of the outer one.",
+                    "tasks=innerloop.tasks.loop() or innerloop.tasks.vmap().",
+                )
+            )
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        rest = iter(grads)
+        given = [(task, [next(rest) for _ in task.where]) for task in ctx.each]
+        found = _parallel(ctx.count, given, lambda pair: list(pair[0].pulled(pair[1], keep)))
+        sums: dict[int, Tensor] = {}
+        for key, grad in (item for items in found for item in items):
+            sums[key] = sums[key] + grad if key in sums else grad
+        return None, None, None, None, *[sums.get(key) for key in ctx.keys]
+
+
+def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
+    """``function`` of each item, by several threads, one core for each."""
+    with _one_core_each():
+        return list(_pool(count).map(function, items))
+
+
+@functools.cache
+def _pool(count: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(
+        count, "innerloop-tasks", initializer=lambda: torch.set_num_threads(1)
+    )
+
+
+@contextlib.contextmanager
+def _one_core_each() -> Iterator[None]:
+    """Have each thread compute alone; the setting of the calling thread comes back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,70 @@
+"""All tasks in one batched computation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from torch import nn
+
+from innerloop._mapped import NotBatchableError
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.tasks._loop import loop
+from innerloop.tasks._way import Ended, EndedTogether, Way, warn_of_loop
+
+
+@dataclasses.dataclass
+class vmap(Way):
+    """All tasks as one batched computation: far fewer operations, the way for small models.
+
+    Each task has weights, buffers and random numbers of its own. A model that cannot be batched
+    runs in a loop instead, with a warning that names the layer.
+
+    Args:
+        running_stats: what batch norms do with their running statistics: ``"per-task"`` gives each
+            task its own copy, as a loop does; ``"frozen"`` leaves them as they are. What the layer
+            computes is the same.
+    """
+
+    running_stats: Literal["per-task", "frozen"] = "per-task"
+
+    def __post_init__(self) -> None:
+        if self.running_stats not in ("per-task", "frozen"):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave running_stats={self.running_stats!r}.",
+                    "'per-task' or 'frozen'.",
+                    "tasks that run at once cannot write to the same statistics.",
+                    "innerloop.tasks.vmap(running_stats='per-task').",
+                )
+            )
+        self._refused = False
+
+    def run(self, tasks: Any) -> Ended:
+        if not self._refused:
+            try:
+                return self.tried(tasks)
+            except NotBatchableError as error:
+                self._refused = True
+                warn_of_loop(self, str(error))
+        return loop().run(tasks)
+
+    def tried(self, tasks: Any) -> Ended:
+        """The same, with an error where batching is impossible."""
+        frozen = self.running_stats == "frozen"
+        names = _statistics(tasks.prepared.step.model.source) if frozen else frozenset()
+        return EndedTogether(*tasks.together(names), tasks.count)
+
+
+def _statistics(model: nn.Module) -> frozenset[str]:
+    """The names of buffers in which batch norms count and average."""
+    norms = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    return frozenset(
+        f"{name}.{buffer}" if name else buffer
+        for name, module in norms
+        for buffer, _ in module.named_buffers(recurse=False)
+    )
