@@ -16,8 +16,8 @@ _SCRIPT = Path(__file__).resolve().parent / "memory_point.py"
 # not: the peak of one and the same computation differs by a factor of two. Above a fixed threshold
 # every tensor is a mapping of its own, gone from resident memory when it is freed. That costs time
 # (page faults), so times are taken in another process, with the defaults.
-_OWN_MAPPINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-_DEFAULTS: dict[str, str] = {}
+OWN_MAPPINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+DEFAULTS: dict[str, str] = {}
 
 _ONCE = 60  # seconds: a longer point is measured once, and its time is that of this run
 _HEADROOM = 0.9  # of the available memory: a prediction is no promise
@@ -57,14 +57,19 @@ def available() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
+def environment(malloc: dict[str, str]) -> dict[str, str]:
+    """That of this process, with other settings of glibc's allocator."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    return kept | malloc
+
+
 def _run(point: Point, limits: Limits, malloc: dict[str, str]) -> dict[str, Any]:
     what = [point.problem, point.side, str(point.steps)]
     how = ["--threads", str(limits.threads), "--limit", str(available())]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     try:
         done = subprocess.run(
             [sys.executable, str(_SCRIPT), *what, *how],
-            env=kept | malloc,
+            env=environment(malloc),
             capture_output=True,
             text=True,
             timeout=_START_UP + 2 * limits.seconds,
@@ -81,7 +86,7 @@ def measure(problem: str, side: str, steps: int, limits: Limits) -> Point:
     """Memory and time of one point, each from its own process."""
     point = Point(problem, side, steps)
     try:
-        memory = _run(point, limits, _OWN_MAPPINGS)
+        memory = _run(point, limits, OWN_MAPPINGS)
         point = point._replace(
             extra=memory["extra"],
             slow_seconds=memory["seconds"],
@@ -90,7 +95,7 @@ def measure(problem: str, side: str, steps: int, limits: Limits) -> Point:
         )
         if memory["seconds"] > _ONCE:
             return point._replace(seconds=memory["seconds"])
-        timed = _run(point, limits, _DEFAULTS)
+        timed = _run(point, limits, DEFAULTS)
         return point._replace(extra_defaults=timed["extra"], seconds=timed["seconds"])
     except FailedError as error:
         return point._replace(note=str(error))

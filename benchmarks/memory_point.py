@@ -35,7 +35,8 @@ def _settle() -> int:
     return _status("VmRSS")
 
 
-def _measured(run: Callable[[], object]) -> dict[str, float]:
+def measured(run: Callable[[], object]) -> dict[str, float]:
+    """Extra peak memory in bytes, and seconds."""
     before = _settle()
     start = time.perf_counter()
     run()
@@ -78,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     unrolls.build(args.problem, args.side).run(1)
     run, model, strategy = unrolls.build(args.problem, args.side)
-    result = _measured(lambda: run(args.steps))
+    result = measured(lambda: run(args.steps))
     parameters = sum(p.nbytes for p in model.parameters())
     print(json.dumps({**result, "parameters": parameters, "auto": _choice(strategy)}))
 

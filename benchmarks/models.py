@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 Norm = Callable[[int], nn.Module]  # made from the number of channels
 
+
 def mlp(widths: list[int]) -> nn.Sequential:
     """Linear layers with a ReLU between them. [batch, widths[0]] -> [batch, widths[-1]]"""
     layers: list[nn.Module] = []

@@ -88,6 +88,5 @@ def write(case: Case, path: Path) -> None:
         train_y=train[1].numpy(),
         val_x=val[0].numpy(),
         val_y=val[1].numpy(),
-        allow_pickle=False,
         **weights,
     )

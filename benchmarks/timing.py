@@ -6,10 +6,14 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 _MIN_SECONDS = 0.05  # a shorter measurement is repeated until it takes this long
+
+
+Times = dict[str, list[float]]
 
 
 class Spread(NamedTuple):
@@ -33,7 +37,10 @@ def ratio(times: Sequence[float], reference: Sequence[float]) -> Spread:
     return spread([t / r for t, r in zip(times, reference, strict=True)])
 
 
-def _measure(run: Callable[[], object], calls: int) -> float:
+Clock = Callable[[int], float]  # from a number of calls to seconds per call
+
+
+def measure(run: Callable[[], object], calls: int) -> float:
     """Seconds per call. The garbage of one side must not be collected on another's time."""
     gc.collect()
     gc.disable()
@@ -46,21 +53,31 @@ def _measure(run: Callable[[], object], calls: int) -> float:
         gc.enable()
 
 
-def _warm_up(run: Callable[[], object]) -> float:
+def warm_up(clock: Clock) -> float:
     """Seconds per call, roughly: only short runs need more than the first one to tell."""
-    first = _measure(run, 1)
+    first = clock(1)
     if first > 20 * _MIN_SECONDS:
         return first
-    return min(_measure(run, 1), _measure(run, 1))
+    return min(clock(1), clock(1))
 
 
-def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def calls(seconds: float) -> int:
+    """How often to call what takes so long, so that a measurement is long enough."""
+    return max(1, round(_MIN_SECONDS / seconds))
+
+
+def rounds(clocks: Mapping[str, Clock], counts: Mapping[str, int], repeats: int) -> Times:
     """Seconds per call of each side, one entry per round. The side that starts rotates."""
-    calls = max(1, round(_MIN_SECONDS / min(_warm_up(run) for run in runs.values())))
-    times: dict[str, list[float]] = {side: [] for side in runs}
-    order = list(runs)
+    times: Times = {side: [] for side in clocks}
+    order = list(clocks)
     for _ in range(repeats):
         for side in order:
-            times[side].append(_measure(runs[side], calls))
+            times[side].append(clocks[side](counts[side]))
         order = order[1:] + order[:1]
     return times
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> Times:
+    """The same for functions of this process, warmed up."""
+    clocks: dict[str, Clock] = {side: partial(measure, run) for side, run in runs.items()}
+    return rounds(clocks, {side: calls(warm_up(c)) for side, c in clocks.items()}, repeats)

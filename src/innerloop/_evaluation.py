@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from innerloop import _ambient, _captured, _second_order, _tree
 from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
+from innerloop._tracing import readable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
 
@@ -200,5 +201,7 @@ def _unless_same(new: Tensor, old: Tensor | None) -> Tensor:
 
     Compared, since batch norm writes to its statistics without telling the version counter.
     """
-    same = old is not None and old.dtype == new.dtype and torch.equal(old, new)
-    return old if old is not None and same else new
+    if old is None or not readable(new):
+        return new
+    same = old.dtype == new.dtype and torch.equal(old, new)
+    return old if same else new

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from innerloop._tracing import readable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 
@@ -36,7 +36,7 @@ def check_loss(loss: Any) -> None:
                 "innerloop_ctx: fmodel), with gradients enabled.",
             )
         )
-    if not is_functorch_wrapped_tensor(loss) and bool(torch.isnan(loss)):
+    if readable(loss) and bool(torch.isnan(loss)):
         raise InnerLoopError(
             four_part(
                 "The loss is NaN.",

@@ -15,6 +15,7 @@ from innerloop._captured import reaches
 from innerloop._parts import check_callable, check_parts, no_settings, warn_of_hooks
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
+from innerloop.compiled import Compiler, NotCompilableError, fingerprint
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import Template, functional
 from innerloop.learn import at_step, check_steps, learned_parameters, natural, parsed
@@ -100,6 +101,7 @@ class InnerLoop(nn.Module):
         check_way(tasks)
         self.tasks: bool | Way = tasks
         self._auto = auto()
+        self._compiler: Compiler | None = None
         self._names: tuple[str, ...] = ()
         self._carried: Any = None
         self._base: Any = None
@@ -127,6 +129,13 @@ class InnerLoop(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
         way = self._way(tasks)
+        if self._compiler is not None and torch.is_grad_enabled():
+            batches = list(as_batches(train))
+            try:
+                return self._compiled(self._compiler, batches, val, way)
+            except NotCompilableError as error:
+                self._compiler.refuse(str(error))
+            train = batches
         if way is not None:
             run = self._several(list(as_batches(train)), val, self._value)
             ended = way.run(run)
@@ -156,6 +165,65 @@ class InnerLoop(nn.Module):
         ended = way.run(run)
         self._keep(lambda: [state for state, _ in ended.each])
         return AdaptedTasks([run.prepared.adapted(state, outs) for state, outs in ended.each])
+
+    def compile(  # type: ignore[override]
+        self,
+        unit: str = "auto",
+        *,
+        backend: str = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        fullgraph: bool = True,
+        dynamic: bool | None = None,
+    ) -> None:
+        """Compute meta-gradients by compiled programs from now on; the result is the same.
+
+        Unlike ``nn.Module.compile``, it compiles gradients of gradients: with ``"whole"`` the
+        losses and the meta-gradient of all steps and tasks are one program, the fastest for small
+        models; with ``"step"`` one step and its derivative are, and serve for every step and any
+        number of steps, with the memory of :class:`innerloop.Remat`. ``"auto"`` records the
+        whole and takes it unless it is large. Programs are made at the first call with tensors
+        of new shapes, which takes from seconds to minutes. What cannot be compiled runs as it is,
+        with a warning that says why.
+
+        Numbers that the loss reads from outside are noticed when they change, in closures,
+        globals, attributes and the optimizer's settings; a program is then made anew. So let what
+        changes in every call be a tensor of the batch.
+
+        ``mode`` and ``options`` are those of ``torch.compile``. There are never graph breaks,
+        and shapes are never dynamic.
+        """
+        if mode is not None:
+            import torch._inductor
+
+            options = {**torch._inductor.list_mode_options(mode), **(options or {})}
+        self._compiler = Compiler(unit, options, backend)
+
+    def _compiled(
+        self, compiler: Compiler, batches: list[Any], val: Any, way: Way | None
+    ) -> Tensor:
+        key = fingerprint(
+            self.model,
+            self.optimizer,
+            self.loss,
+            self.val_loss,
+            self.grad_transform,
+            self.schedule,
+            self.first_order,
+            self.backward,
+            self.learned,
+            len(batches),
+            torch.is_autocast_enabled("cpu"),
+        )
+        if way is None:
+            run = self.prepared(len(batches))
+            if self._carried:
+                raise NotCompilableError("a run is carried over from call to call")
+            return compiler.loss(run, batches, val, self._value, key)
+        tasks = self._several(batches, val, self._value)
+        if self._carried:
+            raise NotCompilableError("a run is carried over from call to call")
+        return compiler.losses(tasks, way, key)
 
     def _way(self, tasks: bool | Way | None) -> Way | None:
         """How to run tasks, or ``None`` if there are none."""

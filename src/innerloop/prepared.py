@@ -19,6 +19,10 @@ from innerloop.tasks._axis import of_task
 from innerloop.unroll import unroll
 
 
+def _itself(step: Any) -> Any:
+    return step
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """One call of an :class:`InnerLoop`, as plain data: a step, where it starts, and φ."""
@@ -29,11 +33,13 @@ class Prepared:
     backward: Backward
     own: bool = False
     """Whether weights that no step has changed are copied, to be kept by the caller."""
+    using: Callable[[Any], Any] = _itself
+    """What is folded over the batches, out of the step."""
 
     def unrolled(self, batches: Any, carried: State | None) -> tuple[State, Any]:
         """The state after one step for each batch, and the outputs."""
         start = self.state if carried is None else carried
-        state, outs = unroll(self.step, start, self.meta, batches, self.backward)
+        state, outs = unroll(self.using(self.step), start, self.meta, batches, self.backward)
         plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
         state = state._replace(buffers=plain)
         if self.own:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from innerloop import _tracing
+
 
 def batch_norm(
     x: Tensor,
@@ -27,8 +29,33 @@ def batch_norm(
 
     ``x`` is ``[batch, channel, ...]``.
     """
+    if _tracing.active():
+        return _composed(x, weight, bias, running_mean, running_var, momentum, eps)
     function = _ForTasks if torch._C._are_functorch_transforms_active() else _Forward
     return function.apply(x, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[return-value]
+
+
+def _composed(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """The same in elementary operations, which a compiler fuses and autograd follows anywhere."""
+    over = [d for d in range(x.dim()) if d != 1]
+    shape = [-1, *[1] * (x.dim() - 2)]
+    variance, mean = torch.var_mean(x, over, correction=0)
+    y = (x - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+    if running_mean is not None and running_var is not None:
+        n = x.numel() / x.shape[1]
+        running_mean.lerp_(mean.detach(), momentum)
+        running_var.lerp_(variance.detach() * (n / (n - 1)), momentum)
+    if weight is not None:
+        y = y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
 
 
 class _Forward(torch.autograd.Function):
@@ -204,6 +231,8 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
     torch's own path serves the rest: forward mode and transforms of ``torch.func`` other than one
     ``vmap``, which need more than a backward, other devices, and low precision.
     """
+    if _tracing.active():
+        return x.dim() > 1 and x.numel() > x.shape[1] and x.is_floating_point()
     return (
         (x.requires_grad or _is_mapped())
         and x.dim() > 1

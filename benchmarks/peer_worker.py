@@ -1,0 +1,130 @@
+"""The process in which one system computes its meta-steps, as `peers.py` asks by lines of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from peer_cases import Case
+from systems.problem import MetaStep
+
+_MODULES = {
+    "innerloop": "by_innerloop",
+    "higher": "by_higher",
+    "torch": "by_torch",
+    "torch.func": "by_torch",
+    "torchopt": "by_torch",
+    "jax": "by_jax",
+}
+_PACKAGES = {"torch.func": ("torch",), "torch": ("torch",), "jax": ("jax", "optax")}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("system", choices=_MODULES)
+    parser.add_argument("way")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--limit", type=int, required=True, help="bytes of data, then it fails")
+    return parser.parse_args()
+
+
+def _start(system: str, threads: int, dtype: str) -> Any:
+    """Fix threads and precision. Returns how arrays are made."""
+    if system == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", dtype == "float64")
+        return jax.numpy.asarray
+    import torch
+
+    torch.set_num_threads(threads)
+    return torch.from_numpy
+
+
+class _Worker:
+    """Every method answers one kind of request."""
+
+    def __init__(self, system: str, way: str, threads: int) -> None:
+        self.system, self.way, self.threads = system, way, threads
+        self.run: MetaStep | None = None
+
+    def prepare(self, case: dict[str, Any], data: str, dtype: str) -> dict[str, Any]:
+        from systems.problem import load
+
+        convert = _start(self.system, self.threads, dtype)
+        problem = load(Case(**case), Path(data), dtype, convert)
+        module = importlib.import_module(f"systems.{_MODULES[self.system]}")
+        self.run = module.build(problem, self.way, self.system)
+        packages = _PACKAGES.get(self.system, (self.system,))
+        return {"versions": {name: version(name) for name in packages}}
+
+    def gradient(self, path: str) -> dict[str, Any]:
+        import numpy
+
+        flat = {
+            name: numpy.concatenate(
+                [numpy.asarray(p).ravel() for p in (value if name == "init" else [value])]
+            )
+            for name, value in self._step()().items()
+        }
+        numpy.savez(path, **flat)
+        return {}
+
+    def time(self, calls: int) -> dict[str, Any]:
+        import timing
+
+        return {"seconds": timing.measure(self._step(), calls)}
+
+    def first(self) -> dict[str, Any]:
+        """The first call compiles, chooses and fills caches."""
+        start = time.perf_counter()
+        self._step()()
+        return {"seconds": time.perf_counter() - start}
+
+    def memory(self, warm: int) -> dict[str, Any]:
+        from memory_point import measured
+
+        for _ in range(warm):
+            self._step()()
+        return measured(self._step())
+
+    def _step(self) -> MetaStep:
+        assert self.run is not None, "prepare comes first"
+        return self.run
+
+
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def main() -> None:
+    args = _arguments()
+    # Answers go where this process was told to write; what libraries print does not.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # XLA has a thread for each core that it may use, and no other setting that holds everywhere.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    resource.setrlimit(resource.RLIMIT_DATA, (args.limit, args.limit))
+    warnings.simplefilter("ignore")
+    worker = _Worker(args.system, args.way, args.threads)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(worker, request.pop("do"))(**request)
+        except Exception as error:  # whatever a system raises is its result
+            answer = {"error": _described(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

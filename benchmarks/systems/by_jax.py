@@ -1,0 +1,93 @@
+"""JAX: one compiled function for the whole meta-step, optimizers from optax.
+
+Ways: `vmap` or `map` over tasks (all at once, or one after another inside the compiled function);
+`scan` makes the steps a loop of the compiled program instead of unrolling them; `remat` keeps only
+the states between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+import optax
+
+from systems import jax_models
+from systems.problem import EPS, MetaStep, Problem
+
+Params = dict[str, jax.Array]
+
+
+def _loss(problem: Problem, out: jax.Array, wanted: jax.Array) -> jax.Array:
+    if problem.classes:
+        return optax.softmax_cross_entropy_with_integer_labels(out, wanted).mean()
+    return jnp.square(out - wanted).mean()
+
+
+def _direction(problem: Problem, betas: jax.Array) -> optax.GradientTransformation:
+    if problem.case.rule == "adam":
+        return optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=EPS)
+    return optax.identity()
+
+
+def _measured(problem: Problem, words: list[str], start: Any, train: Any, val: Any) -> Any:
+    """One task. `train` is the case's distinct batches, stacked."""
+    network = getattr(jax_models, problem.case.network)(**problem.case.sizes)
+    params, rate = start["init"], start["lr"]
+    direction = _direction(problem, start["betas"])
+
+    def loss(params: Params, batch: Any) -> jax.Array:
+        return _loss(problem, network(params, batch[0]), batch[1])
+
+    def step(carry: Any, at: jax.Array) -> Any:
+        params, state = carry
+        batch = jax.tree.map(lambda a: a[at if problem.case.fresh else 0], train)
+        moves, state = direction.update(jax.grad(loss)(params, batch), state, params)
+        rates = dict(zip(params, problem.rates(rate, at), strict=True))
+        return ({name: p - rates[name] * moves[name] for name, p in params.items()}, state), None
+
+    if "remat" in words:
+        step = jax.checkpoint(step)
+    carry = (params, direction.init(params))
+    if "scan" in words:
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(problem.case.steps))
+    else:
+        for at in range(problem.case.steps):
+            carry, _ = step(carry, at)
+    return loss(carry[0], val)
+
+
+def build(problem: Problem, way: str, system: str) -> MetaStep:
+    words, case = way.split(), problem.case
+    every = {"init": problem.weights, "lr": problem.rate, "betas": problem.betas}
+    learned = {name: every.pop(name) for name in case.learn}
+    distinct = problem.train[: case.batches]
+    # The task axis, if there is one, comes first.
+    axis = 0 if case.tasks is None else 1
+    train = jax.tree.map(lambda *parts: jnp.stack(parts, axis), *distinct)
+
+    def total(learned: Any, given: Any, train: Any, val: Any) -> jax.Array:
+        def one(pair: Any) -> jax.Array:
+            return _measured(problem, words, learned | given, *pair)
+
+        if case.tasks is None:
+            return one((train, val))
+        if "map" in words:
+            return jax.lax.map(one, (train, val)).mean()
+        return jax.vmap(one)((train, val)).mean()
+
+    gradient = jax.jit(jax.grad(total))
+
+    def run() -> Any:
+        grads = jax.block_until_ready(gradient(learned, every, train, problem.val))
+        if "init" in grads:
+            grads = grads | {"init": [grads["init"][name] for name in problem.weights]}
+        return grads
+
+    return run
+
+
+def convert(array: numpy.ndarray) -> jax.Array:
+    return jnp.asarray(array)

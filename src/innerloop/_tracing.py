@@ -1,0 +1,31 @@
+"""Whether a computation is being recorded, so that its values cannot be looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+_local = threading.local()
+
+
+def active() -> bool:
+    return getattr(_local, "active", False)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """What is computed inside is recorded for compilation."""
+    before, _local.active = active(), True
+    try:
+        yield
+    finally:
+        _local.active = before
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether checks may look at a tensor's values."""
+    return not active() and not is_functorch_wrapped_tensor(tensor)

@@ -1,0 +1,172 @@
+"""Which unit of a call is compiled, and the call with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from innerloop._mapped import NotBatchableError
+from innerloop.backward import Auto, Binomial, Remat, Tape, Truncated
+from innerloop.compiled._program import NotCompilableError, Programs
+from innerloop.compiled._step import CompiledStep
+from innerloop.compiled._whole import TooLargeError, whole
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.prepared import Prepared, TaskRun
+from innerloop.tasks import Way, auto, loop, vmap
+
+_UNITS = ("auto", "whole", "step")
+_OPERATIONS = 3000  # more take minutes to compile
+_SMALL = 100_000  # weights: with fewer, tasks are batched
+
+
+class Compiler:
+    """What ``InnerLoop.compile`` leaves behind: the programs, and which unit they are of."""
+
+    def __init__(self, unit: str, options: dict[str, Any] | None, backend: str) -> None:
+        if unit not in _UNITS:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave compile({unit!r}).",
+                    "'auto', 'whole' or 'step'.",
+                    "either a whole meta-step becomes one program, or one step and its derivative.",
+                    "inner.compile(), which chooses by size.",
+                )
+            )
+        if backend not in ("inductor", "eager"):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave backend={backend!r}.",
+                    "'inductor', or 'eager' to run what was recorded as it is.",
+                    "the recorded programs contain inner and outer gradients already.",
+                    "inner.compile(backend='inductor').",
+                )
+            )
+        self.unit, self.options, self.backend = unit, options, backend
+        self.programs = Programs(options, backend)
+        self.chosen: str | None = None
+        """The unit that was found to fit, once a call was made."""
+        self.refused: set[str] = set()
+
+    def __deepcopy__(self, memo: Any) -> Compiler:
+        return Compiler(self.unit, self.options, self.backend)
+
+    def __reduce__(self) -> Any:
+        return Compiler, (self.unit, self.options, self.backend)
+
+    def __repr__(self) -> str:
+        made = f"{self.programs.count} compiled"
+        return f"compile({self.unit!r}): {self.chosen or 'no call yet'}, {made}"
+
+    def refuse(self, why: str) -> None:
+        """Say once that calls run uncompiled, and why."""
+        if why not in self.refused:
+            self.refused.add(why)
+            warnings.warn(
+                f"The inner loop cannot be compiled: {why}. It runs uncompiled, with the same "
+                "result.",
+                stacklevel=2,
+            )
+
+    def loss(self, run: Prepared, batches: list[Any], val: Any, value: Any, key: Any) -> Tensor:
+        """L_val of one task."""
+
+        def function(tree: Any) -> Tensor:
+            state, meta, own, held = tree
+            alone = dataclasses.replace(run, state=state, meta=meta)
+            state, outs = alone.unrolled(_repeated(batches, own), None)
+            return value(*alone.adapted(state, outs).measured, held)
+
+        if self._whole(run):
+            simple = dataclasses.replace(run, backward=_in_one_graph(run.backward))
+            run = simple
+            try:
+                return self._joint(run, batches, val, function, key)
+            except TooLargeError as error:
+                self._too_large(error)
+        run = self.by_steps(run, key)
+        state, outs = run.unrolled(batches, None)
+        return value(*run.adapted(state, outs).measured, val)
+
+    def losses(self, tasks: TaskRun, way: Way, key: Any) -> Tensor:
+        """L_val of every task. [tasks]"""
+        run = tasks.prepared
+
+        def function(tree: Any) -> Tensor:
+            state, meta, own, held = tree
+            alone = dataclasses.replace(
+                run, state=state, meta=meta, backward=_in_one_graph(run.backward)
+            )
+            again = dataclasses.replace(
+                tasks, prepared=alone, batches=_repeated(tasks.batches, own), val=held
+            )
+            return again.together()[2]
+
+        if self._whole(run) and not isinstance(way, loop):
+            try:
+                return self._joint(run, list(tasks.batches), tasks.val, function, key)
+            except TooLargeError as error:
+                self._too_large(error)
+        small = sum(p.numel() for p in run.state.params.values()) < _SMALL
+        if isinstance(way, auto):
+            way = way.chosen or (vmap() if small else loop())
+        stepwise = dataclasses.replace(tasks, prepared=self.by_steps(run, key))
+        try:
+            ended = way.tried(stepwise) if isinstance(way, vmap) else way.run(stepwise)
+        except NotBatchableError:
+            ended = loop().run(stepwise)
+        assert ended.losses is not None
+        return ended.losses
+
+    def by_steps(self, run: Prepared, key: Any) -> Prepared:
+        """The same with compiled steps."""
+        self.chosen = "step"
+        return dataclasses.replace(
+            run,
+            using=lambda step: CompiledStep(step, self.programs, key),
+            backward=_over_steps(run.backward),
+        )
+
+    def _whole(self, run: Prepared) -> bool:
+        carries = isinstance(run.backward, Truncated) and run.backward.carry
+        return self.unit != "step" and self.chosen != "step" and not carries
+
+    def _joint(
+        self, run: Prepared, batches: list[Any], val: Any, function: Any, key: Any
+    ) -> Tensor:
+        distinct = list({id(batch): batch for batch in batches}.values())
+        pattern = tuple(next(i for i, d in enumerate(distinct) if d is b) for b in batches)
+        limit = _OPERATIONS if self.unit == "auto" else 10**9
+        tree = (run.state, run.meta, distinct, val)
+        found = whole(self.programs, (key, pattern), tree, function, limit)
+        self.chosen = "whole"
+        return found
+
+    def _too_large(self, error: TooLargeError) -> None:
+        self.chosen = "step"
+
+
+def _repeated(batches: Any, distinct: list[Any]) -> list[Any]:
+    """The distinct ones in the places of the batches they stand for."""
+    order = {key: i for i, key in enumerate({id(batch): None for batch in batches})}
+    return [distinct[order[id(batch)]] for batch in batches]
+
+
+def _in_one_graph(backward: Any) -> Any:
+    """A strategy with the same gradient that needs no recomputation."""
+    if isinstance(backward, Tape | Remat | Binomial | Auto):
+        return Tape()
+    if isinstance(backward, Truncated):
+        return dataclasses.replace(backward, within=Tape())
+    raise NotCompilableError(f"{backward} looks at values on its way")
+
+
+def _over_steps(backward: Any) -> Any:
+    """A tape over compiled steps keeps states only, as ``Remat`` does."""
+    if isinstance(backward, Tape | Remat | Auto):
+        return Tape()
+    if isinstance(backward, Binomial | Truncated):
+        return backward
+    raise NotCompilableError(f"{backward} differentiates steps in its own way")

@@ -1,0 +1,146 @@
+"""A function of tensors, recorded once and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import _tree
+from innerloop._tracing import tracing
+
+Flat = Callable[..., Sequence[Tensor]]
+
+
+class NotCompilableError(Exception):
+    """Why a computation has to run as it is."""
+
+
+class Recorded:
+    """A function of tensors as a graph of operations; what else it read is now a constant."""
+
+    def __init__(self, function: Flat, inputs: Sequence[Tensor]) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        self.inputs = [t.detach() for t in inputs]
+        with tracing(), _one_error():
+            self.graph = make_fx(function)(*self.inputs)
+        self.graph.graph.eliminate_dead_code()
+        for node in self.graph.graph.nodes:
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.nondeterministic_seeded in tags:
+                raise NotCompilableError(
+                    "it draws random numbers, which a compiled program would draw differently"
+                )
+
+    @property
+    def size(self) -> int:
+        """How many operations there are."""
+        return len(self.graph.graph.nodes)
+
+    def compiled(self, options: dict[str, Any] | None, backend: str) -> Flat:
+        if backend == "eager":
+            return self.graph
+        import torch._inductor
+
+        with torch.no_grad(), _one_error():
+            return torch._inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    """Whatever goes wrong while recording or compiling, the computation can run as it is."""
+    try:
+        yield
+    except NotCompilableError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise NotCompilableError(lines[0]) from error
+
+
+class Programs:
+    """Compiled programs by what they were compiled for."""
+
+    def __init__(self, options: dict[str, Any] | None, backend: str, limit: int = 16) -> None:
+        self.options, self.backend, self.limit = options, backend, limit
+        self.known: dict[Any, Any] = {}
+        self.count = 0
+        """How many were compiled."""
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            if len(self.known) >= self.limit:
+                raise NotCompilableError(
+                    f"it was compiled for {self.limit} different shapes or settings already"
+                )
+            self.known[key] = make()
+        return self.known[key]
+
+    def compiled(self, recorded: Recorded) -> Flat:
+        self.count += 1
+        return recorded.compiled(self.options, self.backend)
+
+
+class Layout:
+    """Trees of tensors and other things, taken apart into the tensors and the rest."""
+
+    def __init__(self, tree: Any) -> None:
+        self.leaves, self.spec = _tree.flatten(tree)
+        self.tensors: list[Tensor] = []
+        """Each once, in rows: a program is made for one order in memory."""
+        self.where: list[int] = []
+        seen: dict[int, int] = {}
+        for leaf in self.leaves:
+            if not isinstance(leaf, Tensor):
+                self.where.append(-1)
+                continue
+            if id(leaf) not in seen:
+                seen[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf.contiguous())
+            self.where.append(seen[id(leaf)])
+
+    @property
+    def key(self) -> Any:
+        """What a program for such a tree depends on."""
+        shapes = tuple((t.shape, t.dtype, t.device) for t in self.tensors)
+        rest = tuple(_plain(v) for v in self.leaves if not isinstance(v, Tensor))
+        return self.spec, tuple(self.where), shapes, rest
+
+    @property
+    def requiring(self) -> tuple[bool, ...]:
+        """Which tensors require grad."""
+        return tuple(t.requires_grad for t in self.tensors)
+
+    def detached(self) -> Layout:
+        """The same without a graph."""
+        found = copy.copy(self)
+        found.tensors = [t.detach() for t in self.tensors]
+        found.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return found
+
+    def among(self, ids: set[int]) -> tuple[bool, ...]:
+        """Which tensors are among some of the tree's, or require grad."""
+        found = list(self.requiring)
+        for leaf, i in zip(self.leaves, self.where, strict=True):
+            if i >= 0 and id(leaf) in ids:
+                found[i] = True
+        return tuple(found)
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = [
+            leaf if i < 0 else tensors[i] for leaf, i in zip(self.leaves, self.where, strict=True)
+        ]
+        return _tree.unflatten(leaves, self.spec)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

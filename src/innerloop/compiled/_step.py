@@ -1,0 +1,185 @@
+"""One step and its derivative as two programs, used for every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from innerloop import _captured, _tree
+from innerloop._tree import differentiable
+from innerloop.compiled._program import Flat, Layout, Programs, Recorded
+from innerloop.compiled._whole import refuse_strangers
+
+
+class _Pull(NamedTuple):
+    program: Flat
+    used: list[bool]
+    """Which inputs have a gradient."""
+
+
+class _Result:
+    """The place of a tensor among the results of a step."""
+
+    def __init__(self, tensor: Tensor, of_state: bool) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.of_state = of_state
+        self.differentiable = differentiable(tensor)
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class CompiledStep:
+    """A step in the place of another one, computed by programs.
+
+    Its derivative computes the step a second time, so what a tape keeps of it are the states.
+    """
+
+    def __init__(self, step: Any, programs: Programs, key: Any) -> None:
+        self.step, self.programs, self.key = step, programs, key
+        self.tracked = torch.is_grad_enabled()
+        self.identity, self.roots = step.identity, step.roots
+
+    def __call__(self, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+        step = self.step
+        if state.opt is None:
+            state = state._replace(opt=step.initial(state.params))
+        if step.schedule is not None:
+            meta = meta._replace(opt=step.schedule(meta.opt, state.time))
+        layout = Layout((state._replace(time=0), meta, batch))
+        # A gradient may come to every weight and every number of the optimizer, in all steps but
+        # the first: one program for all.
+        moving = {id(t) for t in _tree.flatten((state.params, state.opt))[0] if differentiable(t)}
+        wanted = layout.among(moving)
+        pair: _Pair = self.programs.get(
+            ("step", self.key, layout.key, wanted, step.tasks),
+            lambda: _Pair(step, layout, wanted, self.programs, self.tracked),
+        )
+        rest = iter(pair(layout))
+        leaves = [next(rest) if isinstance(leaf, _Result) else leaf for leaf in pair.leaves]
+        new, out = _tree.unflatten(leaves, pair.spec)
+        return new._replace(time=state.time + 1), out
+
+
+class _Pair:
+    """The programs of one step for one kind of input."""
+
+    def __init__(
+        self,
+        step: Any,
+        layout: Layout,
+        wanted: Sequence[bool],
+        programs: Programs,
+        tracked: bool,
+    ) -> None:
+        self.step = dataclasses.replace(step, schedule=None)
+        self.layout, self.wanted, self.programs = layout.detached(), wanted, programs
+        self.leaves: list[Any] = []
+        self.spec: Any = None
+        self.pulls: dict[Any, _Pull] = {}
+        self.forward = programs.compiled(Recorded(self._forward, layout.tensors))
+        if tracked:
+            # Now, so that what cannot be compiled is found before a backward is under way.
+            self._pull(self.layout.tensors, [None] * self._results)
+
+    @property
+    def _results(self) -> int:
+        return sum(isinstance(leaf, _Result) for leaf in self.leaves)
+
+    def __call__(self, layout: Layout) -> Sequence[Tensor]:
+        values = [t.detach() for t in layout.tensors]
+        if torch.is_grad_enabled() and any(layout.requiring):
+            return _Step.apply(self, values, *layout.tensors)  # type: ignore[return-value]
+        return self.forward(*values)
+
+    def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        state, meta, batch = self.layout.rebuilt(tensors)
+        new, out = self.step(state, meta, batch)
+        of_state = len(_tree.flatten(new)[0])
+        leaves, self.spec = _tree.flatten((new, out))
+        self.leaves = [
+            _Result(v, i < of_state) if isinstance(v, Tensor) else v for i, v in enumerate(leaves)
+        ]
+        return [v for v in leaves if isinstance(v, Tensor)]
+
+    def _forward(self, *tensors: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [t.detach() for t in self._taken(tensors)]
+
+    def pulled(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs, given those of the results."""
+        program, used, cotangents = self._pull(tensors, grads)
+        found = iter(program(*tensors, *cotangents))
+        return [next(found) if u else None for u in used]
+
+    def _pull(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+        """The program for these gradients. For states all are there, if only as zeros."""
+        results = [leaf for leaf in self.leaves if isinstance(leaf, _Result)]
+        given = tuple(
+            leaf.differentiable and (leaf.of_state or g is not None)
+            for leaf, g in zip(results, grads, strict=True)
+        )
+        cotangents = [
+            leaf.zeros() if g is None else g.contiguous()
+            for leaf, g, there in zip(results, grads, given, strict=True)
+            if there
+        ]
+        if given not in self.pulls:
+            self.pulls[given] = self._made(given, tensors, cotangents)
+        return *self.pulls[given], cotangents
+
+    def _made(
+        self, given: Sequence[bool], tensors: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> _Pull:
+        used: list[bool] = []
+
+        def joint(*flat: Tensor) -> list[Tensor]:
+            own = [
+                t.detach().requires_grad_(wanted)
+                for t, wanted in zip(flat[: len(tensors)], self.wanted, strict=True)
+            ]
+            since = _captured.sequence_number()
+            with torch.enable_grad():
+                results = self._taken(own)
+            there = [t for t, g in zip(results, given, strict=True) if g]
+            pairs = [
+                (t, g) for t, g in zip(there, flat[len(tensors) :], strict=True) if t.requires_grad
+            ]
+            sources = [t for t in own if t.requires_grad]
+            refuse_strangers([t for t, _ in pairs], sources, since)
+            found = torch.autograd.grad(
+                [t for t, _ in pairs], sources, [g for _, g in pairs], allow_unused=True
+            )
+            rest = iter(found)
+            grads = [next(rest) if t.requires_grad else None for t in own]
+            used[:] = [g is not None for g in grads]
+            return [g for g in grads if g is not None]
+
+        program = self.programs.compiled(Recorded(joint, [*tensors, *cotangents]))
+        return _Pull(program, used)
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pair: _Pair, values: list[Tensor], *tensors: Tensor) -> Any:
+        ctx.pair, ctx.values = pair, values
+        ctx.set_materialize_grads(False)
+        results = pair.forward(*values)
+        marks = [leaf.differentiable for leaf in pair.leaves if isinstance(leaf, _Result)]
+        ctx.mark_non_differentiable(*(t for t, yes in zip(results, marks, strict=True) if not yes))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "A compiled step cannot be differentiated twice; for an inner loop inside another "
+                "one, do not compile the inner one."
+            )
+        return None, None, *ctx.pair.pulled(ctx.values, grads)
