@@ -145,6 +145,7 @@ CASES = (
         about="the same with Adam; learned rate and betas",
         rule="adam",
         learn=("init", "lr", "betas"),
+        ways=_MANY_SMALL | {"jax": ("vmap", "vmap safe", "vmap scan safe")},
     ),
     _OMNIGLOT,
     replace(_OMNIGLOT, name="d", about="the same 20-way", sizes={"way": 20}, support=20, query=100),
@@ -215,8 +216,8 @@ _TINY: dict[str, dict[str, Any]] = {
 
 def tiny(case: Case) -> Case:
     """The same computation, small: shows that everything runs, not how well."""
-    about = f"tiny: {case.about}"
-    return replace(case, about=about, **_TINY[case.name])
+    first = {system: ways[:1] for system, ways in case.ways.items()}
+    return replace(case, about=f"tiny: {case.about}", ways=first, **_TINY.get(case.name, {}))
 
 
 # --- growth -----------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ _VALUES = {"steps": (1, 2, 5, 10, 20), "tasks": (1, 5, 25, 100)}
 
 def growth(quick: bool) -> list[Case]:
     """Case a with other numbers of steps and of tasks, named as `i steps 10`."""
-    return [
+    cases = [
         replace(
             _SINE,
             ways=_SWEEP,
@@ -239,3 +240,4 @@ def growth(quick: bool) -> list[Case]:
         for axis, values in _VALUES.items()
         for value in (values[:2] if quick else values)
     ]
+    return [tiny(case) for case in cases] if quick else cases

@@ -18,7 +18,7 @@ _START_UP = 120  # seconds to import a library and to read the data
 
 
 class Worker:
-    """A process of its own. Use in a `with` block, which ends it."""
+    """A process of its own."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Worker:
     ) -> None:
         """`command`: a Python, a system and a way."""
         how = ["--threads", str(threads), "--limit", str(fresh.available())]
-        self._closed = False
+        self.closed = False
         self._errors = errors
         python, *what = map(str, command)
         with errors.open("w") as file:
@@ -67,15 +67,9 @@ class Worker:
         return f"exit code {code}: {lines[-1]}"[:200]
 
     def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -48,6 +48,7 @@ class Plan:
     threads: int
     limit: float  # seconds for one call
     rounds: int | None = None
+    kept: dict[str, Worker] | None = None  # processes to use again; None: each is a new one
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -55,19 +56,29 @@ class Plan:
         self, case: Case, result: Result, dtype: str, malloc: dict[str, str] = fresh.DEFAULTS
     ) -> Iterator[Worker]:
         """A process with the case prepared."""
-        python = self.pythons[result.system]
-        if isinstance(python, str):
-            raise fresh.FailedError(python)
-        # Compiled code of this way only, so that the first call is what a user's first call is.
-        name = f"{case.name} {result.system} {result.way}".replace(" ", "-")
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / name), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = (python, result.system, result.way)
-        errors = self.folder / f"{name}.log"
-        with Worker(command, self.threads, own | malloc, errors) as worker:
+        name = f"{result.system} {result.way}"
+        worker = (self.kept or {}).get(name)
+        if worker is None or worker.closed:
+            worker = self._started(result, f"{case.name} {name}", malloc)
+        try:
             data = str(self.folder / f"{case.name}.npz")
             answer = worker.ask("prepare", case=dataclasses.asdict(case), data=data, dtype=dtype)
             self.versions.update(answer["versions"])
             yield worker
+        finally:
+            if self.kept is None:
+                worker.close()
+            else:
+                self.kept[name] = worker
+
+    def _started(self, result: Result, name: str, malloc: dict[str, str]) -> Worker:
+        python = self.pythons[result.system]
+        if isinstance(python, str):
+            raise fresh.FailedError(python)
+        # Compiled code of this way only, so that the first call is what a user's first call is.
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / name), "OMP_WAIT_POLICY": "PASSIVE"}
+        command = (python, result.system, result.way)
+        return Worker(command, self.threads, own | malloc, self.folder / f"{name}.log")
 
 
 # --- gradients --------------------------------------------------------------------------------

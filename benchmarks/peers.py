@@ -7,6 +7,7 @@ Works from any Python: it makes the environments that it needs first (`setup_pee
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
@@ -103,9 +104,9 @@ def main() -> None:
     about = report.about(args.threads)
     path = args.out / f"peers-{str(about['time']).replace(':', '').partition('+')[0]}"
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(
-            pythons, Path(folder), args.threads, args.limit, 2 if args.quick else args.rounds
-        )
+        plan = Plan(pythons, Path(folder), args.threads, args.limit, args.rounds)
+        if args.quick:
+            plan = dataclasses.replace(plan, rounds=2, kept={})
         agreed = _compare(plan, cases, args.systems)
         results: list[Result] = []
         for case in cases:
@@ -113,6 +114,8 @@ def main() -> None:
             about["versions"] = plan.versions
             # After every case: a long run that is stopped has not been for nothing.
             written = peer_report.write(path, about, cases, results)
+        for worker in (plan.kept or {}).values():
+            worker.close()
     print(f"\n{peer_report.summary(cases, results)}\n")
     print("\n".join(map(os.fspath, written)))
     wrong = [r for r in results if r.system == "innerloop" and r.differences and not r.agrees]

@@ -2,7 +2,8 @@
 
 Ways: `vmap` or `map` over tasks (all at once, or one after another inside the compiled function);
 `scan` makes the steps a loop of the compiled program instead of unrolling them; `remat` keeps only
-the states between them.
+the states between them; `safe` takes Adam from here, because the derivative of optax's is not a
+number where a gradient is zero (`eps_root` prevents that, and gives other weights).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy
 import optax
 
 from systems import jax_models
@@ -26,17 +26,43 @@ def _loss(problem: Problem, out: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.square(out - wanted).mean()
 
 
-def _direction(problem: Problem, betas: jax.Array) -> optax.GradientTransformation:
-    if problem.case.rule == "adam":
-        return optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=EPS)
-    return optax.identity()
+def _root(v: jax.Array) -> jax.Array:
+    """A square root whose derivative at 0 is 0."""
+    dead = v == 0
+    return jnp.where(dead, 0.0, jnp.sqrt(jnp.where(dead, 1.0, v)))
+
+
+def _safe_adam(betas: jax.Array) -> optax.GradientTransformation:
+    b1, b2 = betas
+
+    def init(params: Params) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros, jnp.zeros([], jnp.int32)
+
+    def update(grads: Params, state: Any, params: Any = None) -> Any:
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state[0], grads)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state[1], grads)
+        time = state[2] + 1
+        c1, c2 = 1 - b1**time, jnp.sqrt(1 - b2**time)
+        moves = jax.tree.map(lambda m, v: m / c1 / (_root(v) / c2 + EPS), first, second)
+        return moves, (first, second, time)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _direction(problem: Problem, words: list[str], betas: Any) -> optax.GradientTransformation:
+    if problem.case.rule == "sgd":
+        return optax.identity()
+    if "safe" in words:
+        return _safe_adam(betas)
+    return optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=EPS)
 
 
 def _measured(problem: Problem, words: list[str], start: Any, train: Any, val: Any) -> Any:
     """One task. `train` is the case's distinct batches, stacked."""
     network = getattr(jax_models, problem.case.network)(**problem.case.sizes)
     params, rate = start["init"], start["lr"]
-    direction = _direction(problem, start["betas"])
+    direction = _direction(problem, words, start["betas"])
 
     def loss(params: Params, batch: Any) -> jax.Array:
         return _loss(problem, network(params, batch[0]), batch[1])
@@ -87,7 +113,3 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
         return grads
 
     return run
-
-
-def convert(array: numpy.ndarray) -> jax.Array:
-    return jnp.asarray(array)

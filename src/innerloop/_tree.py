@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_map as map
 from torch.utils._pytree import tree_unflatten as unflatten
 
-__all__ = ["differentiable", "flatten", "map", "unflatten"]
+__all__ = ["REGISTER", "copied", "differentiable", "flatten", "map", "opaque", "unflatten"]
+
+REGISTER = "torch.utils._pytree.register_dataclass"
+"""What makes a container of a dataclass."""
 
 
 def differentiable(value: Any) -> bool:
     """Whether a leaf can have a derivative: a tensor of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def copied(tree: Any) -> Any:
+    """The same leaves in containers of their own."""
+    return unflatten(*reversed(flatten(tree)))
+
+
+# Leaves that are not what they seem. ------------------------------------------------------------
+
+_PLAIN = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device}
+    | {torch.Size, torch.layout, torch.Generator}
+    | {FunctionType, BuiltinFunctionType, MethodType, ModuleType}
+)
+_SEARCH_LIMIT = 1000
+
+
+def opaque(leaves: Iterable[Any]) -> Any:
+    """The first leaf that is no tensor but holds some that could have a derivative, or ``None``."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN and _holds_tensors(leaf):
+            return leaf
+    return None
+
+
+def _holds_tensors(value: Any) -> bool:
+    seen, waiting = {id(value): value}, [value]
+    while waiting and len(seen) < _SEARCH_LIMIT:
+        for part in _parts(waiting.pop()):
+            if differentiable(part):
+                return True
+            if type(part) not in _PLAIN and not isinstance(part, type) and id(part) not in seen:
+                seen[id(part)] = part
+                waiting.append(part)
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return []
+    found: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        found += value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        found += value
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            found.append(getattr(value, name, None))
+    return found

@@ -15,7 +15,7 @@ from innerloop._captured import reaches
 from innerloop._parts import check_callable, check_parts, no_settings, warn_of_hooks
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
-from innerloop.compiled import Compiler, NotCompilableError, fingerprint
+from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.functional import Template, functional
 from innerloop.learn import at_step, check_steps, learned_parameters, natural, parsed
@@ -132,13 +132,15 @@ class InnerLoop(nn.Module):
         if self._compiler is not None and torch.is_grad_enabled():
             batches = list(as_batches(train))
             try:
-                return self._compiled(self._compiler, batches, val, way)
+                found = self._compiled(self._compiler, batches, val, way)
+                self._compiler.used = True
+                return found
             except NotCompilableError as error:
                 self._compiler.refuse(str(error))
             train = batches
         if way is not None:
-            run = self._several(list(as_batches(train)), val, self._value)
-            ended = way.run(run)
+            batches = list(as_batches(train))
+            ended = way.run(self._several(self.prepared(len(batches)), batches, val, self._value))
             self._keep(lambda: [state for state, _ in ended.each])
             assert ended.losses is not None
             self._check_losses(ended.losses, ended.weights)
@@ -161,10 +163,11 @@ class InnerLoop(nn.Module):
         if way is None:
             run, state, outs = self._single(train, own=True)
             return run.adapted(state, outs)
-        run = self._several(list(as_batches(train)), None, None)
-        ended = way.run(run)
+        batches = list(as_batches(train))
+        run = dataclasses.replace(self.prepared(len(batches)), own=True)
+        ended = way.run(self._several(run, batches, None, None))
         self._keep(lambda: [state for state, _ in ended.each])
-        return AdaptedTasks([run.prepared.adapted(state, outs) for state, outs in ended.each])
+        return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
 
     def compile(  # type: ignore[override]
         self,
@@ -215,15 +218,19 @@ class InnerLoop(nn.Module):
             len(batches),
             torch.is_autocast_enabled("cpu"),
         )
-        if way is None:
-            run = self.prepared(len(batches))
-            if self._carried:
-                raise NotCompilableError("a run is carried over from call to call")
-            return compiler.loss(run, batches, val, self._value, key)
-        tasks = self._several(batches, val, self._value)
         if self._carried:
             raise NotCompilableError("a run is carried over from call to call")
-        return compiler.losses(tasks, way, key)
+        run = compiler.known(key, lambda: self.prepared(len(batches)), self._is_fresh())
+        run = dataclasses.replace(run, meta=self.meta(run.step.rule))
+        if way is None:
+            return compiler.loss(run, batches, val, self._value, key)
+        return compiler.losses(self._several(run, batches, val, self._value), way, key)
+
+    def _is_fresh(self) -> bool:
+        """Whether every call begins alike: no state of the optimizer, no schedule under way."""
+        optimizer = self.optimizer
+        plain = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
+        return plain and not isinstance(self.schedule, LRScheduler)
 
     def _way(self, tasks: bool | Way | None) -> Way | None:
         """How to run tasks, or ``None`` if there are none."""
@@ -241,9 +248,8 @@ class InnerLoop(nn.Module):
         self._keep(lambda: [state])
         return run, state, outs
 
-    def _several(self, batches: list[Any], val: Any, value: Any) -> TaskRun:
+    def _several(self, run: Prepared, batches: list[Any], val: Any, value: Any) -> TaskRun:
         count = _axis.count(batches, val)
-        run = dataclasses.replace(self.prepared(len(batches)), own=value is None)
         carried = self._carried and [self._carried[t] for t in range(count) if t in self._carried]
         if carried and len(carried) != count:
             raise InnerLoopError(
@@ -492,6 +498,19 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
+
+
+def _asked(inner: InnerLoop) -> None:
+    """``torch.compile(inner)`` is ``inner.compile()``, made at the first call."""
+    if inner._compiler is None:
+        inner.compile()
+
+
+def _was_compiled(inner: InnerLoop) -> bool:
+    return inner._compiler is not None and inner._compiler.used
+
+
+InnerLoop.forward = opaque(InnerLoop.forward, _asked, _was_compiled)
 
 
 class _Settings:

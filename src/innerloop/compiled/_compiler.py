@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +50,15 @@ class Compiler:
         self.chosen: str | None = None
         """The unit that was found to fit, once a call was made."""
         self.refused: set[str] = set()
+        self.used = False
+        """Whether the last call ran compiled."""
+        self._last: tuple[Any, Prepared] | None = None
+
+    def known(self, key: Any, make: Callable[[], Prepared], alike: bool) -> Prepared:
+        """What a call is made of; what was made for the last one if they are alike."""
+        if not alike or self._last is None or self._last[0] != key:
+            self._last = (key, make())
+        return self._last[1]
 
     def __deepcopy__(self, memo: Any) -> Compiler:
         return Compiler(self.unit, self.options, self.backend)
@@ -62,6 +72,7 @@ class Compiler:
 
     def refuse(self, why: str) -> None:
         """Say once that calls run uncompiled, and why."""
+        self.used = False
         if why not in self.refused:
             self.refused.add(why)
             warnings.warn(
@@ -75,17 +86,16 @@ class Compiler:
 
         def function(tree: Any) -> Tensor:
             state, meta, own, held = tree
-            alone = dataclasses.replace(run, state=state, meta=meta)
+            simple = _in_one_graph(run.backward)
+            alone = dataclasses.replace(run, state=state, meta=meta, backward=simple)
             state, outs = alone.unrolled(_repeated(batches, own), None)
             return value(*alone.adapted(state, outs).measured, held)
 
         if self._whole(run):
-            simple = dataclasses.replace(run, backward=_in_one_graph(run.backward))
-            run = simple
             try:
                 return self._joint(run, batches, val, function, key)
-            except TooLargeError as error:
-                self._too_large(error)
+            except TooLargeError:
+                self.chosen = "step"
         run = self.by_steps(run, key)
         state, outs = run.unrolled(batches, None)
         return value(*run.adapted(state, outs).measured, val)
@@ -107,8 +117,8 @@ class Compiler:
         if self._whole(run) and not isinstance(way, loop):
             try:
                 return self._joint(run, list(tasks.batches), tasks.val, function, key)
-            except TooLargeError as error:
-                self._too_large(error)
+            except (TooLargeError, NotBatchableError):
+                self.chosen = "step"
         small = sum(p.numel() for p in run.state.params.values()) < _SMALL
         if isinstance(way, auto):
             way = way.chosen or (vmap() if small else loop())
@@ -143,9 +153,6 @@ class Compiler:
         found = whole(self.programs, (key, pattern), tree, function, limit)
         self.chosen = "whole"
         return found
-
-    def _too_large(self, error: TooLargeError) -> None:
-        self.chosen = "step"
 
 
 def _repeated(batches: Any, distinct: list[Any]) -> list[Any]:

@@ -30,9 +30,12 @@ def _values(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     if isinstance(value, _PLAIN):
         yield type(value), value
         return
+    if isinstance(value, Tensor):
+        yield id(value), value.requires_grad
+        return
     # Containers may have been made for the occasion.
     yield type(value) if isinstance(value, Mapping | list | tuple | set | frozenset) else id(value)
-    if id(value) in seen or depth == 0 or isinstance(value, Tensor | types.ModuleType):
+    if id(value) in seen or depth == 0 or isinstance(value, types.ModuleType):
         return
     seen.add(id(value))
     for part in _parts(value):
@@ -57,6 +60,8 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield attribute
         for hooks in (value._forward_hooks, value._forward_pre_hooks):
             yield from hooks.values()
+        for tensors in (value._parameters, value._buffers):
+            yield from tensors.values()
         yield from value._modules.values()
     elif isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:

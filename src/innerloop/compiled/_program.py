@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 
 Flat = Callable[..., Sequence[Tensor]]
@@ -56,7 +57,7 @@ def _one_error() -> Iterator[None]:
     """Whatever goes wrong while recording or compiling, the computation can run as it is."""
     try:
         yield
-    except NotCompilableError:
+    except (NotCompilableError, NotBatchableError):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
