@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,33 +33,66 @@ def own(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Suspects:
+    """Leaves that a computation used and was not given: from outside, or made by itself.
+
+    One that it made is gone when its graph is, or is another one when it is done again. They are
+    held weakly; ask when the graph is no longer there.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+
+    @property
+    def alive(self) -> list[Tensor]:
+        found = [reference() for reference in self._leaves]
+        return [leaf for leaf in found if leaf is not None]
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def outside(self, again: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
+        """Those from outside; ``again`` repeats the computation and gives the leaves it used."""
+        alive = self.alive
+        if not alive:
+            return []
+        others = {id(leaf): leaf for leaf in again()}
+        return [leaf for leaf in alive if id(leaf) in others]
+
+    def refuse(self, again: Callable[[], Iterable[Tensor]], roots: Sequence[Any]) -> None:
+        """Raise an error that names one from outside, if there is one."""
+        for leaf in self.outside(again):
+            raise RequirementError(not_followed(leaf, None, roots))
+
+
 class Watch:
     """The tensors requiring grad that steps were seen to use without being given them."""
 
     def __init__(self) -> None:
         self.found: dict[int, Tensor] = {}
+        self.made = False
+        """Whether a step was seen to make leaves of its own."""
         self._nodes: set[Any] = set()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return list(self.found.values())
+        self._pending: list[tuple[Suspects, Callable[[], Iterable[Tensor]]]] = []
 
     def inspect(
         self,
         outputs: Iterable[Tensor],
         sources: Iterable[Tensor],
         since: int,
-        again: Callable[[], Any],
+        again: Callable[[], Iterable[Tensor]],
         roots: Sequence[Any],
     ) -> None:
-        """Note what ``outputs`` depend on besides ``sources``.
+        """Note what ``outputs`` depend on besides ``sources``; :meth:`settle` is to follow.
 
         ``since`` is the sequence number of autograd when their computation began; ``again`` repeats
-        the computation, to catch tensors that were computed before; ``roots`` are the functions
-        that may hold them, to find their names.
+        the computation, to catch tensors that were computed before, and must not hold its graph;
+        ``roots`` are the functions that may hold them, to find their names.
         """
         leaves, nodes = strangers(outputs, sources, since)
-        self.found.update((id(leaf), leaf) for leaf in leaves)
+        unknown = [leaf for leaf in leaves if id(leaf) not in self.found]
+        if unknown:
+            self._pending.append((Suspects(unknown), lambda: strangers(again(), (), 0)[0]))
         missing = [node for node in nodes if node not in self._nodes]
         if not missing:
             return
@@ -69,6 +103,14 @@ class Watch:
             raise RequirementError(not_followed(None, unseen.pop(), roots))
         self.found.update(spy.seen)
         self._nodes.update(missing)
+
+    def settle(self) -> None:
+        """Tell leaves from outside from a step's own, after its graph is gone."""
+        pending, self._pending = self._pending, []
+        for suspects, again in pending:
+            outside = suspects.outside(again)
+            self.made = self.made or len(outside) < len(suspects)
+            self.found.update((id(leaf), leaf) for leaf in outside)
 
 
 def current() -> Watch | None:
@@ -137,15 +179,17 @@ def reaches(output: Tensor, tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def refuse(
+def suspects(
     outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int, roots: Sequence[Any]
-) -> None:
-    """Raise an error that names what ``outputs`` depend on besides ``sources``, if anything."""
+) -> Suspects:
+    """The leaves that ``outputs`` depend on besides ``sources``.
+
+    Raises an error that names what was computed before, if there is anything.
+    """
     leaves, nodes = strangers(outputs, sources, since)
-    if leaves:
-        raise RequirementError(not_followed(leaves[0], None, roots))
     if nodes:
         raise RequirementError(not_followed(None, nodes[0], roots))
+    return Suspects(leaves)
 
 
 class _Spy(TorchFunctionMode):

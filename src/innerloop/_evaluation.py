@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,9 +33,10 @@ class Evaluation:
     def gradients(self, create_graph: bool) -> dict[str, Any]:
         """G = ∇ℓ(θ, φ_loss), with a graph or without; ``None`` for weights the loss leaves out."""
         tracked, since = torch.is_grad_enabled(), _captured.sequence_number()
+        watch = None if tracked else _captured.current()
+        again = None if watch is None else self._repeated()
         named = named_leaves(self.state.params)
-        trained = self.trained(named)
-        sources = {name: source(named[name], tracked) for name in trained}
+        sources = {name: source(named[name], tracked) for name in self.moving(named)}
         versions = versions_of(named)
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad():
@@ -51,21 +52,10 @@ class Evaluation:
                 create_graph=create_graph,
                 allow_unused=True,
             )
-        if all(g is None for g in found):
-            raise RequirementError(
-                four_part(
-                    "The loss does not depend on any of the weights that the optimizer trains.",
-                    "a loss computed with the model it is handed.",
-                    "nothing would move.",
-                    "def loss(model, batch): ... model(x) ..., with that argument and not with a "
-                    "model from outside.",
-                )
-            )
-        watch = None if tracked else _captured.current()
-        if watch is not None:
-            shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
+        check_found(found)
+        if watch is not None and again is not None:
             watch.inspect(
-                shown, sources.values(), since, lambda: self._again(named), self.step.roots
+                tensors_of(self.out), sources.values(), since, again, self.step.roots
             )
         if create_graph:
             weights = list(sources.values())
@@ -129,12 +119,26 @@ class Evaluation:
         own = named if names is None else set(names)
         return [n for n, p in named.items() if n in own and n not in frozen and differentiable(p)]
 
+    def moving(self, named: Mapping[str, Any]) -> list[str]:
+        """Those that are trained, of which there must be some."""
+        trained = self.trained(named)
+        if not trained:
+            raise RequirementError(
+                four_part(
+                    f"All {len(named)} weights are frozen: there is none that the optimizer trains "
+                    "and that requires grad.",
+                    "at least one weight that moves.",
+                    "a step takes the gradient of the loss by the weights it moves.",
+                    "model.requires_grad_(True), or .requires_grad_(True) for the layers to train.",
+                )
+            )
+        return trained
+
     def _matters(self, sources: Iterable[Tensor], since: int) -> bool:
         given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return True
-        shown = [t for t in _tree.flatten(self.out)[0] if isinstance(t, Tensor)]
-        return any(_captured.strangers(shown, sources, since))
+        return any(_captured.strangers(tensors_of(self.out), sources, since))
 
     def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - named_leaves(self.meta.anchor)[name])
@@ -159,11 +163,36 @@ class Evaluation:
         )
         return value, (value, *rest) if isinstance(out, tuple) else value
 
-    def _again(self, named: dict[str, Tensor]) -> None:
-        again = type(self)(self.step, self.state, self.meta, self.batch)
-        devices = _ambient.devices_of(named.values())
-        with _ambient.preserved(devices), torch.enable_grad():
-            again.evaluated(named)
+    def _repeated(self) -> Callable[[], list[Tensor]]:
+        """The same evaluation once more, if it is called; it holds nothing of this one."""
+        kind, step, state, meta = type(self), self.step, self.state, self.meta
+        batch = _tree.copied(self.batch)
+
+        def again() -> list[Tensor]:
+            named = named_leaves(state.params)
+            devices = _ambient.devices_of(named.values())
+            with _ambient.preserved(devices), torch.enable_grad():
+                return tensors_of(kind(step, state, meta, batch).evaluated(named)[1])
+
+        return again
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [t for t in _tree.flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def check_found(grads: Sequence[Tensor | None]) -> None:
+    """Refuse a loss that has no gradient by any of the weights."""
+    if all(g is None for g in grads):
+        raise RequirementError(
+            four_part(
+                "The loss does not depend on any of the weights that the optimizer trains.",
+                "a loss computed with the model it is handed.",
+                "nothing would move.",
+                "def loss(model, batch): ... model(x) ..., with that argument and not with a "
+                "model from outside.",
+            )
+        )
 
 
 def source(param: Tensor, tracked: bool) -> Tensor:

@@ -26,7 +26,7 @@ def differentiable(value: Any) -> bool:
 
 def copied(tree: Any) -> Any:
     """The same leaves in containers of their own."""
-    return unflatten(*reversed(flatten(tree)))
+    return unflatten(*flatten(tree))
 
 
 # Leaves that are not what they seem. ------------------------------------------------------------

@@ -31,6 +31,9 @@ from innerloop.tasks._way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
 
+_ALONE = -1  # the number of a run that is not one of several tasks
+
+
 class InnerLoop(nn.Module):
     """Train a model for some steps and measure it, differentiably in whatever shaped the training.
 
@@ -202,6 +205,11 @@ class InnerLoop(nn.Module):
             options = {**torch._inductor.list_mode_options(mode), **(options or {})}
         self._compiler = Compiler(unit, options, backend)
 
+    @property
+    def compiler(self) -> Compiler | None:
+        """What :meth:`compile` made; printed, it says which unit is compiled and how often."""
+        return self._compiler
+
     def _compiled(
         self, compiler: Compiler, batches: list[Any], val: Any, way: Way | None
     ) -> Tensor:
@@ -244,8 +252,8 @@ class InnerLoop(nn.Module):
     def _single(self, train: Any, own: bool = False) -> tuple[Prepared, State, Any]:
         batches = as_batches(train)
         run = dataclasses.replace(self.prepared(len(batches)), own=own)
-        state, outs = run.unrolled(batches, (self._carried or {}).get(0))
-        self._keep(lambda: [state])
+        state, outs = run.unrolled(batches, (self._carried or {}).get(_ALONE))
+        self._keep(lambda: [state], _ALONE)
         return run, state, outs
 
     def _several(self, run: Prepared, batches: list[Any], val: Any, value: Any) -> TaskRun:
@@ -464,10 +472,10 @@ class InnerLoop(nn.Module):
                 )
             )
 
-    def _keep(self, states: Callable[[], list[State]]) -> None:
+    def _keep(self, states: Callable[[], list[State]], first: int = 0) -> None:
         """Remember where each task is, if the next call is to go on from there."""
         if isinstance(self.backward, Truncated) and self.backward.carry:
-            plain = _tree.map(_without_graph, dict(enumerate(states())))
+            plain = _tree.map(_without_graph, dict(enumerate(states(), first)))
             self._carried = {**(self._carried or {}), **plain}
 
     # Modules. -----------------------------------------------------------------------------------

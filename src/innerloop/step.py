@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from innerloop import _captured, _tree
-from innerloop._evaluation import Evaluation
+from innerloop._evaluation import Evaluation, tensors_of
 from innerloop._gradient import full_precision
 from innerloop._linearized import Linearized
 from innerloop._mapped import mapped
@@ -47,7 +47,11 @@ class InnerStep:
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         _check_arguments(state, meta)
         try:
-            return self._taken(state, meta, batch)
+            new = self._taken(state, meta, batch)
+            watch = _captured.current()
+            if watch is not None:
+                watch.settle()
+            return new
         except Exception as error:
             add_note = getattr(error, "add_note", None)
             if add_note is not None:
@@ -127,9 +131,9 @@ class InnerStep:
         with torch.set_grad_enabled(tracked or watch is not None):
             new = run.updated(grads)
         if watch is not None:
-            leaves = [t for t in _tree.flatten(new)[0] if isinstance(t, Tensor)]
+            leaves = tensors_of(new)
             if any(leaf.requires_grad for leaf in leaves):
-                _inspect_update(watch, self.roots, grads, run, leaves, since)
+                watch.inspect(leaves, [], since, _repeated_update(run, grads), self.roots)
                 new = _tree.map(_detached, new)
         params, opt = new
         out = run.out if run.followed else _tree.map(_detached, run.out)
@@ -292,21 +296,16 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _inspect_update(
-    watch: _captured.Watch,
-    roots: tuple[Any, ...],
-    grads: Mapping[str, Any],
-    run: Evaluation,
-    leaves: list[Tensor],
-    since: int,
-) -> None:
-    """Note what the rule or the transform of the gradients closed over."""
+def _repeated_update(run: Evaluation, grads: Mapping[str, Any]) -> Callable[[], list[Tensor]]:
+    """The rule's part of a step once more, if it is called, to see what it closed over."""
+    same = run.step.evaluation(run.state, run.meta, run.batch)
+    same.value, same.buffers = run.value.detach(), run.buffers
 
-    def again() -> None:
+    def again() -> list[Tensor]:
         with torch.enable_grad():
-            run.updated(grads)
+            return tensors_of(same.updated(grads))
 
-    watch.inspect(leaves, [], since, again, roots)
+    return again
 
 
 def batched(step: Callable[..., Any]) -> Callable[..., Any]:
