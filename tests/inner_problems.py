@@ -174,6 +174,26 @@ def learned_loss() -> Built:
     return Built(Net(), LearnedLoss(), train, val)
 
 
+def normed(**options: Any) -> Callable[[], Built]:
+    """A convolution with batch norm of one kind, and one on vectors."""
+
+    def build() -> Built:
+        model = nn.Sequential(
+            nn.Conv2d(1, 2, 2, bias=False),
+            nn.BatchNorm2d(2, **options),
+            nn.GELU(),
+            nn.AvgPool2d(3),
+            nn.Flatten(),
+            nn.Linear(2, 2, bias=False),
+            nn.BatchNorm1d(2, **options),
+            nn.Tanh(),
+            nn.Linear(2, 1),
+        )
+        return Built(model, squares, *pairs(lambda: torch.randn(5, 1, 4, 4), 5, 1))
+
+    return build
+
+
 PROBLEMS = {
     problem.name: problem
     for problem in (
@@ -188,6 +208,17 @@ PROBLEMS = {
         Problem("learned_loss", learned_loss, val_loss=squares),
     )
 }
+
+NORMS = {
+    problem.name: problem
+    for problem in (
+        Problem("norm", normed()),
+        Problem("norm_not_affine", normed(affine=False)),
+        Problem("norm_untracked", normed(track_running_stats=False)),
+        Problem("norm_bare", normed(affine=False, track_running_stats=False)),
+    )
+}
+"""All kinds of batch norm, where tasks could meet in the statistics."""
 
 
 # One of them in training, for tests of a single property. ---------------------------------------

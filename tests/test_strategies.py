@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import innerloop as il
-from inner_problems import PROBLEMS, Built, Problem
+from inner_problems import NORMS, PROBLEMS, Built, Problem
 from optimizers import Row
 from strategies import EXACT, apart, assert_same
 from test_optim import _newton_schulz_in_own_dtype
@@ -109,7 +109,7 @@ class Ready(NamedTuple):
 
 def ready(case: Case) -> Ready:
     torch.manual_seed(0)
-    problem, row = PROBLEMS[case.problem], OPTIMIZERS[case.optimizer]
+    problem, row = (PROBLEMS | NORMS)[case.problem], OPTIMIZERS[case.optimizer]
     built = problem.build()
     named = il.functional(built.model).params
     moving = [

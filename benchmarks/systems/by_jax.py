@@ -71,7 +71,8 @@ def _measured(problem: Problem, words: list[str], start: Any, train: Any, val: A
         params, state = carry
         batch = jax.tree.map(lambda a: a[at if problem.case.fresh else 0], train)
         moves, state = direction.update(jax.grad(loss)(params, batch), state, params)
-        rates = dict(zip(params, problem.rates(rate, at), strict=True))
+        # By name: a transformation gives the weights back in another order.
+        rates = dict(zip(problem.weights, problem.rates(rate, at), strict=True))
         return ({name: p - rates[name] * moves[name] for name, p in params.items()}, state), None
 
     if "remat" in words:

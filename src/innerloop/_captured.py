@@ -33,6 +33,10 @@ def own(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_own(tensor: Tensor) -> bool:
+    return hasattr(tensor, _OWN)
+
+
 class Suspects:
     """Leaves that a computation used and was not given: from outside, or made by itself.
 
@@ -150,7 +154,7 @@ def strangers(
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if id(variable) not in known and not hasattr(variable, _OWN):
+            if id(variable) not in known and not is_own(variable):
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:
             nodes.append(node)

@@ -125,8 +125,7 @@ class Evaluation:
         if not trained:
             raise RequirementError(
                 four_part(
-                    f"All {len(named)} weights are frozen: there is none that the optimizer trains "
-                    "and that requires grad.",
+                    "All weights that the optimizer trains are frozen (requires_grad is False).",
                     "at least one weight that moves.",
                     "a step takes the gradient of the loss by the weights it moves.",
                     "model.requires_grad_(True), or .requires_grad_(True) for the layers to train.",

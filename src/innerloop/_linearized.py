@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _second_order, _tree
-from innerloop._evaluation import check_unwritten, source, versions_of
+from innerloop._evaluation import check_found, check_unwritten, source, versions_of
 from innerloop._kernels import twice_differentiable
 from innerloop._linear import Pushforward
 from innerloop.state import Meta, State, differentiable, named_leaves
@@ -26,7 +26,7 @@ class Linearized:
         run = step.evaluation(state, meta, batch)
         since = _captured.sequence_number()
         named = named_leaves(state.params)
-        trained = run.trained(named)
+        trained = run.moving(named)
         sources = {name: source(named[name], True) for name in trained}
         with torch.enable_grad(), twice_differentiable:
             versions = versions_of(named)
@@ -41,16 +41,20 @@ class Linearized:
             first = torch.autograd.grad(
                 run.total,
                 [*self._sources, *self._others],
-                create_graph=True,
+                retain_graph=True,
+                create_graph=not step.first_order,
                 allow_unused=True,
             )
             self._first = first
-            count = len(self._sources)
-            _second_order.guard(run.total, first[:count], self._sources, trained.__getitem__)
-            self._grads = [
-                None if g is None else g.detach().requires_grad_() for g in first[:count]
-            ]
+            own = first[: len(self._sources)]
+            check_found(own)
+            if not step.first_order:
+                _second_order.guard(run.total, own, self._sources, trained.__getitem__)
+            self._grads = [None if g is None else g.detach().requires_grad_() for g in own]
             grads = dict(zip(trained, self._grads, strict=True))
+            if step.grad_transform is not None:
+                # One that writes in place must find no leaves.
+                grads = {n: None if g is None else g.clone() for n, g in grads.items()}
             if step.proximal:
                 grads = {n: run.pulled(n, g, named[n]) for n, g in grads.items()}
             found = dict.fromkeys(named) | grads
@@ -65,9 +69,11 @@ class Linearized:
         moved = [g for g in self._grads if g is not None]
         known = [*self._sources, *self._given, *self._others, *moved]
         shown = [*_only(self._outputs), *_only(self._aux)]
-        _captured.refuse(shown, known, since, step.roots)
+        self.suspects = _captured.suspects(shown, known, since, step.roots)
+        """Leaves that the step used and was not given."""
         self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])
-        self._loss = Pushforward(_only(self._aux), [*self._sources, *self._others])
+        kind = _Rows if step.first_order else Pushforward
+        self._loss = kind(_only(self._aux), [*self._sources, *self._others])
 
     def push(
         self, tangents: Mapping[int, Tensor]
@@ -99,6 +105,43 @@ class Linearized:
             allow_unused=True,
         )
         return list(found)
+
+
+class _Rows:
+    """A :class:`Pushforward` that takes only first derivatives of outputs that are numbers."""
+
+    def __init__(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        self._rows = [_Row(t, inputs) if _is_number(t) else None for t in outputs]
+        self._rest = Pushforward([t for t in outputs if not _is_number(t)], inputs)
+
+    def __call__(self, tangents: list[Tensor | None]) -> list[Tensor | None]:
+        rest = iter(self._rest(tangents))
+        return [next(rest) if row is None else row(tangents) for row in self._rows]
+
+
+class _Row:
+    """The derivative of one number along a direction, out of its gradient."""
+
+    def __init__(self, output: Tensor, inputs: list[Tensor]) -> None:
+        self._like, self._row = output.detach(), [None] * len(inputs)
+        if output.requires_grad and inputs:
+            ones = torch.ones_like(output)
+            found = torch.autograd.grad(output, inputs, ones, retain_graph=True, allow_unused=True)
+            self._row = list(found)
+
+    def __call__(self, tangents: list[Tensor | None]) -> Tensor | None:
+        parts = [
+            (row.conj() * tangent).sum().real
+            for row, tangent in zip(self._row, tangents, strict=True)
+            if row is not None and tangent is not None
+        ]
+        if not parts:
+            return None
+        return torch.stack([p.to(self._like.dtype) for p in parts]).sum().reshape(self._like.shape)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.numel() == 1 and not tensor.is_complex()
 
 
 def _only(leaves: Iterable[Any]) -> list[Tensor]:

@@ -104,7 +104,10 @@ class Meter(TorchDispatchMode):
         return out
 
     def _count(self, storage: Any) -> None:
-        pointer, size = storage.data_ptr(), storage.nbytes()
+        try:
+            pointer, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # A tensor of zeros in forward mode, which has no memory.
+            return
         if not size or pointer in self._known:
             return
         self.now += size

@@ -21,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop._kernels import ExactWeightNorm, exact_methods
 from innerloop._rebind import PLAIN, Rebinder
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 
 class Functional:
@@ -55,6 +55,8 @@ class Functional:
         Buffers not given are copies of the module's own; those given are copied too, so what the
         forward does to them stays in the replica. Read them with ``replica.named_buffers()``.
         """
+        if torch.is_grad_enabled():
+            check_buffers({**self.buffers, **(buffers or {})})
         return Template(self.module).bind(params, buffers)
 
     def template(self) -> Template:
@@ -81,6 +83,8 @@ class Template:
         self.source = module
         self.params = dict(named_parameters(module))
         self.buffers = dict(_named(module, "_buffers"))
+        self.requiring = {name: b for name, b in self.buffers.items() if b.requires_grad}
+        """Buffers that no gradient would get to; see :func:`check_buffers`."""
         sources = survey(module)
         own = {id(t): t for t in (*self.params.values(), *self.buffers.values())}
         replicator = Replicator(own, {})
@@ -167,6 +171,23 @@ def functional(module: nn.Module) -> Functional:
     ``f.bind(weights)`` gives a module with these weights, for other methods than ``forward``.
     """
     return Functional(module)
+
+
+def check_buffers(buffers: Mapping[str, Tensor]) -> None:
+    """Refuse buffers that are to have a gradient."""
+    for name, buffer in buffers.items():
+        if buffer.requires_grad:
+            raise RequirementError(
+                four_part(
+                    f"The buffer {name!r} of shape {tuple(buffer.shape)} requires grad.",
+                    "buffers without a gradient.",
+                    "they are copied and carried from step to step as numbers; the gradient by "
+                    "this one would silently be missing.",
+                    "it as a torch.nn.Parameter, as a part of the batch, or as a plain attribute "
+                    "of the module; .detach() it where it is registered, or torch.no_grad(), if "
+                    "no gradient is wanted.",
+                )
+            )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -16,8 +16,9 @@ from innerloop._linearized import Linearized
 from innerloop._mapped import mapped
 from innerloop._stationary import lasting, penalized
 from innerloop._task_evaluation import TaskEvaluation
+from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import Template, functional
+from innerloop.functional import Template, check_buffers, functional
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, named_leaves, rebuilt
 
@@ -46,6 +47,7 @@ class InnerStep:
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         _check_arguments(state, meta)
+        self.check_state(state)
         try:
             new = self._taken(state, meta, batch)
             watch = _captured.current()
@@ -64,6 +66,24 @@ class InnerStep:
 
     # What strategies may ask of a step beyond calling it. ----------------------------------------
 
+    def check_state(self, state: State) -> None:
+        """Refuse buffers that require grad, wherever they are, if a gradient is wanted."""
+        if not torch.is_grad_enabled() or active():
+            return
+        given = state.buffers
+        parts = {"": self.model, "loss:": self.loss_model, "optimizer:": self.rule_model}
+        for prefix, template in parts.items():
+            if template is not None and template.requiring:
+                own = {prefix + name: b for name, b in template.requiring.items()}
+                check_buffers({name: b for name, b in own.items() if name not in given})
+        # All tensors of a state require grad where a strategy takes a step's derivative.
+        asking = {n: b for n, b in given.items() if b.requires_grad and not _captured.is_own(b)}
+        check_buffers(asking)
+
+    def constants(self, state: State) -> list[Tensor]:
+        """What has no derivative in a state after a step."""
+        return list(state.buffers.values())
+
     def with_proximal(self, strength: float) -> InnerStep:
         """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""
         return dataclasses.replace(self, proximal=strength)
@@ -72,13 +92,23 @@ class InnerStep:
         """Each weight that moves with what is zero after convergence: its gradient and penalty."""
         named = named_leaves(state.params)
         found = self.evaluation(state, meta, batch).gradients(torch.is_grad_enabled())
+        found = mapped(self._transformed, found) if self.tasks else self._transformed(found)
         moving = {name: grad for name, grad in found.items() if grad is not None}
-        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
+        # Those of the last step: a schedule may have no further ones.
+        last = max(state.time - 1, 0)
+        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, last)
         plain = penalized(self.rule, {} if self.rule_model is not None else hyper)
         if plain is not None:
             moved = named_leaves(self._penalized(plain, state.params, rebuilt(state.params, found)))
             moving = {name: named[name] - moved[name] for name in moving}
         return [(named[name], rest) for name, rest in moving.items()]
+
+    def _transformed(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+        """The gradients as the rule gets them."""
+        if self.grad_transform is None:
+            return dict(grads)
+        present = {name: g for name, g in grads.items() if g is not None}
+        return {**grads, **self._checked(self.grad_transform(present), present)}
 
     def _penalized(self, plain: tuple[Rule, Any], params: Any, grads: Any) -> Any:
         rule, settings = plain
@@ -107,7 +137,8 @@ class InnerStep:
         """What is the same in all steps that cost the same."""
         model = None if self.model is None else self.model.source
         rule = self.rule.family.name if isinstance(self.rule, Rule) else type(self.rule)
-        return self.loss, model, rule, self.grad_transform, self.first_order, self.proximal
+        functions = _hashable(self.loss), _hashable(self.grad_transform)
+        return *functions, model, rule, self.first_order, self.proximal
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -144,9 +175,7 @@ class InnerStep:
     ) -> tuple[Any, Any]:
         """The rule's part of a step: the new weights and the new optimizer state."""
         with full_precision(run.value.device):
-            if self.grad_transform is not None:
-                present = {name: g for name, g in grads.items() if g is not None}
-                grads = {**grads, **self._checked(self.grad_transform(present), present)}
+            grads = self._transformed(grads)
             found = rebuilt(state.params, grads)
             if self.rule_model is not None:
                 return self._learned(state, meta, grads, run)
@@ -173,7 +202,9 @@ class InnerStep:
         rule: Any = self.rule_model.bind(meta.opt, buffers_of("optimizer", state.buffers))
         named = named_leaves(state.params)
         moving = {name: named[name] for name in run.trained(named)}
-        found = rule.update(moving, {name: grads[name] for name in moving}, state.opt)
+        # It may write to the containers of its state, which are those of an earlier state.
+        opt = _tree.copied(state.opt)
+        found = rule.update(moving, {name: grads[name] for name in moving}, opt)
         run.keep("optimizer", self.rule_model.buffers_of(rule))
         pair = isinstance(found, tuple) and len(found) == 2
         new: Any = found[0] if pair else None
@@ -290,6 +321,15 @@ def _described(found: Any) -> str:
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Mapping)):
         return f"a {type(found).__name__}"
     return f"weights { ({name: _shape(value) for name, value in found[0].items()}) }"
+
+
+def _hashable(value: Any) -> Any:
+    """The value, or what stands for it as long as it lives."""
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return value
 
 
 def _detached(value: Any) -> Any:

@@ -34,6 +34,9 @@ def unroll(
     (tensor(0.6400), tensor(6.4000), tensor([4.0000, 2.5600]))
     """
     backward = check_strategy(Tape() if backward is None else backward)
+    check_state = getattr(step, "check_state", None)
+    if check_state is not None and isinstance(state, tuple):
+        check_state(state)
     return backward.run(step, state, meta, as_batches(batches))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _tree
-from innerloop.backward._strategy import Step, differentiable
+from innerloop.backward._strategy import Step, cut, differentiable, taken
 
 Grads = list[Tensor | None]
 
@@ -48,13 +48,13 @@ class Segment:
         self.state, self.outs = _tree.unflatten(below, spec), []
         with torch.enable_grad(), exchange:
             for batch in batches:
-                self.state, out = step(self.state, given, _tree.map(self._of, batch))
+                self.state, out = taken(step, self.state, given, _tree.map(self._handed, batch))
                 self.outs.append(out)
 
     def _below(self, leaf: Any, original: Mapping[int, Any]) -> Any:
         if id(leaf) in original:
             return self._of(original[id(leaf)])
-        return leaf.detach().requires_grad_() if differentiable(leaf) else leaf
+        return _captured.own(leaf.detach().requires_grad_()) if differentiable(leaf) else leaf
 
     def _of(self, value: Any) -> Any:
         """The stand-in of a tensor of the caller that requires grad; all else as it is."""
@@ -63,6 +63,11 @@ class Segment:
         if id(value) not in self.stand_ins:
             self.stand_ins[id(value)] = (value, value.detach().requires_grad_())
         return self.stand_ins[id(value)][1]
+
+    def _handed(self, value: Any) -> Any:
+        """What stands for a leaf of a batch."""
+        asked = isinstance(value, Tensor) and value.requires_grad
+        return self._of(value) if asked else cut(value)
 
     def unmoved(self) -> dict[int, Tensor]:
         """By the id of its stand-in, each tensor of the caller."""
@@ -90,13 +95,13 @@ class Segment:
         """B before these steps, out of B after them; ``add`` gets what falls to the caller's (A).
 
         ``above`` has a gradient for each leaf of the state after, ``outs`` one for each leaf of
-        each output.
+        each output. ``suspects`` are then to be looked at, when this segment is gone.
         """
         outputs, cotangents = _paired(_tree.flatten(self.state)[0], above)
         for out, grads in zip(self.outs, outs, strict=True):
             more = _paired(_tree.flatten(out)[0], grads)
             outputs, cotangents = outputs + more[0], cotangents + more[1]
-        _captured.refuse(outputs, self._known(), self.since, roots)
+        self.suspects = _captured.suspects(outputs, self._known(), self.since, roots)
         sources = [t for t in self.before if t is not None]
         pairs = [*self.stand_ins.values(), *((t, t) for t in self.leaves)]
         targets = [*sources, *(new for _, new in pairs)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop._tree import differentiable as differentiable
+from innerloop.errors import RequirementError, four_part
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -31,13 +32,44 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
+def cut(value: Any) -> Any:
+    """The same without a graph, and not the same object: what is done to its flags stays here."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def taken(step: Step, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+    """One step, which may write to the containers it is given, from a state that stays as it is.
+
+    What :func:`innerloop.inner_step` makes does not write to them.
+    """
+    return step(state if hasattr(step, "roots") else _tree.copied(state), meta, batch)
+
+
 def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The plain loop: the final state and a list of outputs."""
     outs = []
     for j in range(len(batches)):
-        state, out = step(state, meta, batches[j])
+        state, out = taken(step, state, meta, batches[j])
         outs.append(out)
     return state, outs
+
+
+def check_visible(leaves: Iterable[Any]) -> None:
+    """Refuse leaves of states and outputs that hold tensors which no strategy but the tape sees."""
+    found = _tree.opaque(leaves)
+    if found is not None:
+        name = type(found).__name__
+        raise RequirementError(
+            four_part(
+                f"A state or an output of a step has a {name}, an object that holds tensors.",
+                "tensors in tuples, lists, dicts, NamedTuples, or a class that is registered as "
+                "a container.",
+                "this strategy takes states and outputs apart into tensors; those it does not see "
+                "would silently get no gradient, or a wrong one.",
+                f"{_tree.REGISTER}({name}) after the definition of a dataclass, a dict or a "
+                "NamedTuple in its place, or backward=innerloop.Tape().",
+            )
+        )
 
 
 def stacked(outs: Sequence[Any]) -> Any:

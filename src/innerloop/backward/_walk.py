@@ -22,12 +22,15 @@ from innerloop.backward._segment import Grads, Segment
 from innerloop.backward._strategy import (
     Step,
     by_step,
+    check_visible,
     columns,
     connected,
+    cut,
     detached,
     differentiable,
     fold,
     stacked,
+    taken,
 )
 from innerloop.errors import RequirementError, four_part
 
@@ -53,6 +56,7 @@ class Walk:
         self.ahead = ahead
         self.roots = getattr(step, "roots", (step,))
         self.start, spec = _tree.flatten(state)
+        check_visible(self.start)
         self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, _Kept] = {}
@@ -68,10 +72,14 @@ class Walk:
         self.own = [detached(leaf) for leaf in self.start]
         self.original = {id(new): old for new, old in zip(self.own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
+        self.constants: set[int] = set()
+        """The ids of leaves of the final state that have no derivative."""
         with torch.no_grad(), self.autocast.restored(), _captured.watching() as watch:
             final = self._climb(_tree.unflatten(self.own, spec), watch)
         self.final, self.final_spec = _tree.flatten(final)
-        self.outside = watch.tensors
+        constants = getattr(step, "constants", lambda state: ())
+        self.constants.update(map(id, constants(final)))
+        self.outside = list(watch.found.values())
         self.callers.add(self.outside)
 
     # Up. ----------------------------------------------------------------------------------------
@@ -82,15 +90,21 @@ class Walk:
         action, working, at = self._until_reversal(self.outs)
         self.pending: tuple[Reverse, _Kept] | None = (action, working)
         self.segment: Segment | None = None
-        segment = self._segment(action, working, first=True) if self.ahead else None
+        # With leaves of its own in it, it would take another segment to tell what they are.
+        ahead = self.ahead and not watch.made
+        segment = self._segment(action, working, first=True) if ahead else None
         leaves, nodes = ([], []) if segment is None else segment.strangers()
         if segment is None or nodes:
             # Something computed earlier is closed over: without a graph, the step can say what.
             working.randomness.set()
             advance = Advance(at, len(self.batches))
             return self._moved(working, at, advance, self.outs)[0].state
-        watch.found.update((id(leaf), leaf) for leaf in leaves)
-        segment.leaves = list({id(t): t for t in (*segment.leaves, *leaves)}.values())
+        known = [leaf for leaf in leaves if id(leaf) in watch.found]
+        suspects = _captured.Suspects(leaf for leaf in leaves if id(leaf) not in watch.found)
+        with preserved(self.devices):
+            outside = suspects.outside(lambda: self._leaves_of(action, working, first=True))
+        watch.found.update((id(leaf), leaf) for leaf in outside)
+        segment.leaves = [*known, *outside]
         self.segment = segment
         self.outs += [_tree.map(detached, out) for out in segment.outs]
         self.marks[action.stop] = _mark(segment.state, segment.outs[-1])
@@ -98,6 +112,8 @@ class Walk:
         plain = {id(old): new for new, old in zip(self.own, self.start, strict=True)}
 
         def own(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and not leaf.requires_grad:
+                self.constants.add(id(leaf))
             same = caller.get(id(leaf))
             return plain.get(id(same), same) if same is not None else detached(leaf)
 
@@ -126,7 +142,7 @@ class Walk:
             state, meta = working.state, _tree.map(detached, self.meta)
             for j in range(action.start, action.stop):
                 batch = self._batch(j, first=outs is not None)
-                state, out = self.step(state, meta, _tree.map(detached, batch))
+                state, out = taken(self.step, state, meta, _tree.map(cut, batch))
                 if outs is not None:
                     outs.append(_tree.map(detached, out))
                     self.marks[j + 1] = _mark(state, out)
@@ -155,6 +171,11 @@ class Walk:
         outside = () if first else self.outside
         return Segment(self.step, working.state, self.meta, batches, self.original, outside)
 
+    def _leaves_of(self, action: Reverse, working: _Kept, first: bool) -> list[Tensor]:
+        """The leaves that some steps use without being given them, by taking the steps again."""
+        working.randomness.set()
+        return self._segment(action, working, first).strangers()[0]
+
     # Across. ------------------------------------------------------------------------------------
 
     @property
@@ -168,10 +189,13 @@ class Walk:
     def result(self) -> tuple[Any, Any]:
         """The final state and the stacked outputs, connected to the inputs."""
         outs, out_spec = columns(self.outs)
+        for column in outs:
+            check_visible(column if isinstance(column, list) else ())
         leaves = [self.original.get(id(leaf), leaf) for leaf in self.final]
         inputs = self.inputs
+        fixed = self.constants | self.original.keys()
         self.moved = [
-            i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in self.original
+            i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in fixed
         ]
         if inputs:
             self.columns = outs
@@ -233,7 +257,11 @@ class Walk:
             self.changed += [_differs(new, old) for new, old in again]
         steps = range(action.start, action.stop)
         outs = [by_step(self.columns, shown, j) for j in steps]
-        return segment.pulled(above, outs, self.roots, self._add)
+        below = segment.pulled(above, outs, self.roots, self._add)
+        suspects = segment.suspects
+        del segment
+        suspects.refuse(lambda: self._leaves_of(action, working, first=False), self.roots)
+        return below
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         known = self.sums.get(id(tensor))
@@ -243,7 +271,9 @@ class Walk:
 def _mark(state: Any, out: Any) -> list[Tensor]:
     """The norms of all tensors in a state and an output, which another step would change."""
     by_kind: dict[Any, list[Tensor]] = {}
-    for leaf in _tree.flatten((state, out))[0]:
+    leaves = _tree.flatten((state, out))[0]
+    check_visible(leaves)
+    for leaf in leaves:
         if differentiable(leaf) and leaf.numel():
             by_kind.setdefault((leaf.dtype, leaf.device), []).append(leaf.detach())
     norms = torch._foreach_norm  # type: ignore[attr-defined]
@@ -260,8 +290,9 @@ _NOT_THE_SAME = four_part(
     "a loss that depends only on the model, the batch and torch's own random numbers.",
     "this strategy computes steps again, and the gradient would belong to other steps than those "
     "taken.",
-    "torch's random functions (which are replayed) instead of random or numpy, batches that are "
-    "the same whenever they are indexed, or backward=Tape().",
+    "torch's random functions without generator= (its own generator is replayed) instead of a "
+    "torch.Generator, random or numpy; batches that are the same whenever they are indexed; or "
+    "backward=Tape().",
 )
 
 

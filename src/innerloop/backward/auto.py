@@ -15,7 +15,17 @@ from torch import Tensor
 from innerloop import _captured, _memory, _tree
 from innerloop._ambient import devices_of, preserved
 from innerloop.backward._schedules import advances
-from innerloop.backward._strategy import Backward, Step, detached, differentiable, fold, stacked
+from innerloop.backward._strategy import (
+    Backward,
+    Step,
+    check_visible,
+    cut,
+    detached,
+    differentiable,
+    fold,
+    stacked,
+    taken,
+)
 from innerloop.backward.binomial import Binomial
 from innerloop.backward.forward import Forward
 from innerloop.backward.remat import Remat
@@ -84,6 +94,9 @@ class Auto(Backward):
     first call measures one step; calls with the same shapes reuse what was measured. The budget is
     for what the inner loop adds to what is there before. ``forecast`` has the last forecast, which
     prints as a table.
+
+    The two steps that are measured leave the batch, the state and torch's random numbers as they
+    were; what a loss does elsewhere, to a counter or a ``torch.Generator`` of its own, stays done.
 
     Memory: at most the budget, by a forecast with a margin (twice what is counted on a CPU).
     Time:   that of the strategy it takes; the first call takes two more steps.
@@ -221,18 +234,20 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     meta_leaves, meta_spec = _tree.flatten(meta)
     given = [t for t in (*leaves, *meta_leaves) if _is(t) and t.requires_grad]
     local = [t.detach().requires_grad_() if _is(t) and t.requires_grad else t for t in meta_leaves]
+    check_visible(leaves)
     with preserved(devices_of(leaves)):
         began = time.perf_counter()
         with torch.no_grad():
             plain, plain_meta = _tree.map(detached, (state, meta))
-            new, _ = step(plain, plain_meta, batch)
+            new, out = taken(step, plain, plain_meta, _handed(batch))
         plain_seconds = time.perf_counter() - began
+        check_visible(_tree.flatten((new, out))[0])
         state_size = _memory.size_of(_tree.flatten(new)[0], leaves)
-        del new, plain, plain_meta
+        del new, out, plain, plain_meta
     with preserved(devices_of(leaves)), _memory.metered() as meter:
         began, since = time.perf_counter(), _captured.sequence_number()
         with torch.enable_grad():
-            after, out = step(start, _tree.unflatten(local, meta_spec), batch)
+            after, out = taken(step, start, _tree.unflatten(local, meta_spec), _handed(batch))
         tape = meter.now
         outputs = [t for t in _tree.flatten((after, out))[0] if _is(t) and t.requires_grad]
         targets = [t for t in (*_tree.flatten(start)[0], *local) if _is(t) and t.requires_grad]
@@ -250,8 +265,13 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     return Cost(state_size, tape, peak, plain_seconds, pull_seconds, inputs, margin)
 
 
+def _handed(batch: Any) -> Any:
+    """A batch for a step whose effects on it are to be of no consequence."""
+    return _tree.map(lambda v: v if _is(v) and v.requires_grad else cut(v), batch)
+
+
 def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if differentiable(value) else value
+    return _captured.own(value.detach().requires_grad_()) if differentiable(value) else value
 
 
 def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop import _captured, _tree
+from innerloop._ambient import devices_of, preserved
 from innerloop._linear import Pushforward
 from innerloop.backward._strategy import (
     Backward,
     Step,
+    check_visible,
     connected,
+    cut,
     detached,
     differentiable,
     fold,
     stacked,
+    taken,
 )
 from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
@@ -70,6 +75,8 @@ class _Run:
         self.inputs, self.steps = inputs, len(batches)
         self.meta, self.meta_spec = _tree.flatten(meta)
         self.start = _tree.flatten(state)[0]
+        check_visible(self.start)
+        roots, devices = getattr(step, "roots", (step,)), devices_of(self.start)
         units = [
             (i, element, one)
             for i, t in enumerate(inputs)
@@ -84,18 +91,22 @@ class _Run:
         for j in range(len(batches)):
             local, leaves = _as_leaves(_tree.flatten(state), tangents)
             given, meta_leaves = _as_leaves((self.meta, self.meta_spec), meta_tangents)
-            with torch.enable_grad():
-                point = _linearized(step, local, given, _plain(batches[j]))
+            batch = _plain(batches[j])
+            point = _linearized(step, local, given, batch)
             for p in range(len(units)):
                 along = [*zip(leaves, tangents[p], strict=True)]
                 along += zip(meta_leaves, meta_tangents[p], strict=True)
                 known = {id(leaf): t for leaf, t in along if t is not None}
                 tangents[p], out = point.push(known)
                 out_tangents[p].write(j, _filled(out, _tree.flatten(point.out)[0]))
-            state = _tree.map(_cut, point.state)
-            shown, self.out_spec = _tree.flatten(_tree.map(_cut, point.out))
+            state = _tree.map(cut, point.state)
+            shown, self.out_spec = _tree.flatten(_tree.map(cut, point.out))
+            check_visible([*_tree.flatten(state)[0], *shown])
             outs.write(j, shown)
+            suspects = point.suspects
             del point
+            with preserved(devices):
+                suspects.refuse(partial(_leaves_of, step, local, given, batch), roots)
         self.final, self.spec = _tree.flatten(state)
         self.outs, self.tangents = outs.columns, tangents
         self.out_tangents = [record.columns for record in out_tangents]
@@ -108,7 +119,11 @@ class _Run:
         return unit
 
     def result(self) -> tuple[Any, Any]:
-        moved = [i for i, t in enumerate(self.final) if differentiable(t)]
+        moved = [
+            i
+            for i, t in enumerate(self.final)
+            if differentiable(t) and any(along[i] is not None for along in self.tangents)
+        ]
         places = range(self.out_spec.num_leaves)
         outs = [self.outs.get(i, [None] * self.steps) for i in places]
         tangents = [
@@ -190,14 +205,17 @@ def _plain(batch: Any) -> Any:
     return batch
 
 
-def _cut(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def _linearized(step: Any, state: Any, meta: Any, batch: Any) -> Any:
-    special = getattr(step, "linearized", None)
-    point = None if special is None else special(state, meta, batch)
-    return _Generic(step, state, meta, batch) if point is None else point
+    special, batch = getattr(step, "linearized", None), _tree.map(cut, batch)
+    with torch.enable_grad():
+        point = None if special is None else special(state, meta, batch)
+        return _Generic(step, state, meta, batch) if point is None else point
+
+
+def _leaves_of(step: Any, state: Any, meta: Any, batch: Any) -> list[Tensor]:
+    """The leaves that a step uses without being given them, by taking it again."""
+    point = _linearized(step, state, meta, batch)
+    return point.suspects.alive
 
 
 class _Generic:
@@ -207,10 +225,11 @@ class _Generic:
         leaves = _tree.flatten((state, meta))[0]
         self.given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         since = _captured.sequence_number()
-        self.state, self.out = step(state, meta, batch)
+        self.state, self.out = taken(step, state, meta, batch)
         self.sizes = [_tree.flatten(tree)[0] for tree in (self.state, self.out)]
         outputs = [t for leaves in self.sizes for t in leaves if differentiable(t)]
-        _captured.refuse(outputs, self.given, since, getattr(step, "roots", (step,)))
+        roots = getattr(step, "roots", (step,))
+        self.suspects = _captured.suspects(outputs, self.given, since, roots)
         self.pushforward = Pushforward(outputs, self.given)
 
     def push(self, tangents: dict[int, Tensor]) -> tuple[Tangent, Tangent]:

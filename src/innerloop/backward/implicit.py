@@ -16,12 +16,15 @@ from innerloop.backward._solvers import conjugate_gradient, gmres, neumann
 from innerloop.backward._strategy import (
     Backward,
     Step,
+    check_visible,
     columns,
     connected,
+    cut,
     detached,
     differentiable,
     fold,
     stacked,
+    taken,
 )
 from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
@@ -126,6 +129,7 @@ class _Run:
     ) -> None:
         self.how, self.step = how, step
         self.start, self.spec = _tree.flatten(state)
+        check_visible(self.start)
         self.meta, self.meta_spec = _tree.flatten(meta)
         fetched = [batches[j] for j in range(len(batches))]
         self.batches = list({id(batch): batch for batch in fetched}.values())
@@ -145,14 +149,15 @@ class _Run:
         self.devices, self.autocast = devices, Autocast(devices)
         with torch.no_grad(), _captured.watching() as watch:
             own = [detached(leaf) for leaf in self.start]
-            fed = [_tree.map(detached, batch) for batch in fetched]
+            fed = [_tree.map(cut, batch) for batch in fetched]
             plain = _tree.unflatten(own, self.spec)
             final, self.outs = fold(step, plain, _tree.map(detached, meta), fed)
             self.randomness = Randomness(devices)
-        if watch.tensors:
+        for tensor in watch.found.values():
             roots = getattr(step, "roots", (step,))
-            raise RequirementError(_captured.not_followed(watch.tensors[0], None, roots))
+            raise RequirementError(_captured.not_followed(tensor, None, roots))
         self.final, self.final_spec = _tree.flatten(final)
+        check_visible(self.final)
         last = {id(leaf) for leaf in self.final}
         pairs = zip(own, self.start, strict=True)
         self.unmoved = {id(new): old for new, old in pairs if id(new) in last}
@@ -180,6 +185,8 @@ class _Run:
         self.places = self._places()
         leaves = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
         outs, out_spec = columns(self.outs)
+        for column in outs:
+            check_visible(column if isinstance(column, list) else ())
         if self.inputs and self.places:
             self._check_stationary()
             leaves, outs = connected(
@@ -193,7 +200,7 @@ class _Run:
             return [i for i, t in enumerate(self.final) if differentiable(t)]
         with torch.no_grad(), preserved(self.devices):
             meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
-            batch = _tree.map(detached, self.batches[0])
+            batch = _tree.map(cut, self.batches[0])
             found = self.step.stationarity(self._at(self.final), meta, batch)
         moved = {id(leaf) for leaf, _ in found}
         return [i for i, leaf in enumerate(self.final) if id(leaf) in moved]
@@ -209,7 +216,7 @@ class _Run:
             if self.own:
                 found = [grad for _, grad in self.step.stationarity(state, meta, batch)]
             else:
-                new = _tree.flatten(self.step(state, meta, batch)[0])[0]
+                new = _tree.flatten(taken(self.step, state, meta, batch)[0])[0]
                 found = [leaves[i] - new[i] for i in self.places]
             total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
         return [t / len(self.batches) for t in total]
@@ -217,7 +224,7 @@ class _Run:
     def _check_stationary(self) -> None:
         with torch.no_grad(), preserved(self.devices):
             meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
-            batches = [_tree.map(detached, batch) for batch in self.batches]
+            batches = [_tree.map(cut, batch) for batch in self.batches]
             start = _tree.unflatten([detached(t) for t in self.start], self.spec)
             end = _norm(self.residual(self._at(self.final), meta, batches))
             begin = _norm(self.residual(start, meta, batches))
@@ -249,10 +256,10 @@ class _Run:
         originals = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
         leaves: list[Any] = [given.get(id(leaf), leaf) for leaf in originals]
         for i in self.places:
-            leaves[i] = leaves[i].detach().requires_grad_()
+            leaves[i] = _captured.own(leaves[i].detach().requires_grad_())
         unknown: list[Tensor] = [leaves[i] for i in self.places]
         meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
-        batches = _tree.map(lambda t: given.get(id(t), t), self.batches)
+        batches = _tree.map(lambda t: given[id(t)] if id(t) in given else cut(t), self.batches)
         with preserved(self.devices), self.autocast.restored(), torch.enable_grad():
             equation = self.residual(self._at(leaves), meta, batches)
         b = torch.cat(

@@ -7,9 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from innerloop import _tree
-from innerloop.backward._strategy import Backward, Step, detached, fold, stacked
+from innerloop.backward._strategy import (
+    Backward,
+    Step,
+    check_visible,
+    columns,
+    cut,
+    detached,
+    fold,
+)
 from innerloop.backward.remat import check_count
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
@@ -48,13 +57,16 @@ class Truncated(Backward):
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         before = max(len(batches) - self.k, 0)
+        rest = Part(batches, before, len(batches))
+        if not before:
+            return self.within.run(step, state, meta, rest)
+        check_visible(_tree.flatten(state)[0])
         with torch.no_grad():
-            head = Part(batches, 0, before)
-            early, outs = fold(step, _tree.map(detached, state), meta, head)
-        if before:
-            state = _tree.map(detached, early)
-        state, late = self.within.run(step, state, meta, Part(batches, before, len(batches)))
-        return state, _joined(stacked(outs), late)
+            head = _Plain(batches, 0, before)
+            state, outs = fold(step, _tree.map(detached, state), meta, head)
+        check_visible(_tree.flatten(state)[0])
+        state, late = self.within.run(step, _tree.map(detached, state), meta, rest)
+        return state, _joined(outs, late)
 
 
 class Part(Sequence[Any]):
@@ -72,14 +84,22 @@ class Part(Sequence[Any]):
         return self.batches[self.start + j]
 
 
-def _joined(early: Any, late: Any) -> Any:
-    if early is None:
-        return late
-    first, spec = _tree.flatten(early, is_leaf=_is_list)
-    second = _tree.flatten(late, is_leaf=_is_list)[0]
-    pairs = zip(first, second, strict=True)
-    return _tree.unflatten([a + b if _is_list(a) else torch.cat([a, b]) for a, b in pairs], spec)
+class _Plain(Part):
+    """The same without a graph."""
+
+    def __getitem__(self, j: Any) -> Any:
+        return _tree.map(cut, super().__getitem__(j))
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+def _joined(early: Sequence[Any], late: Any) -> Any:
+    """The outputs of all steps: those of the first ones, and the stacked ones of the last."""
+    first, spec = columns(early)
+    pairs = zip(first, spec.flatten_up_to(late), strict=True)
+    return _tree.unflatten([_column(a, b) for a, b in pairs], spec)
+
+
+def _column(early: Any, late: Any) -> Any:
+    both = isinstance(early, Tensor) and isinstance(late, Tensor)
+    if both and early.shape[1:] == late.shape[1:]:
+        return torch.cat([early, late])
+    return [*early, *late]

@@ -65,7 +65,7 @@ def _one_error() -> Iterator[None]:
 
 
 class Programs:
-    """Compiled programs by what they were compiled for."""
+    """Compiled programs by what they were compiled for, or why there is none."""
 
     def __init__(self, options: dict[str, Any] | None, backend: str, limit: int = 16) -> None:
         self.options, self.backend, self.limit = options, backend, limit
@@ -79,8 +79,14 @@ class Programs:
                 raise NotCompilableError(
                     f"it was compiled for {self.limit} different shapes or settings already"
                 )
-            self.known[key] = make()
-        return self.known[key]
+            try:
+                self.known[key] = make()
+            except (NotCompilableError, NotBatchableError) as error:
+                self.known[key] = error
+        found = self.known[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def compiled(self, recorded: Recorded) -> Flat:
         self.count += 1
