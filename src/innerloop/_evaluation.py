@@ -54,9 +54,7 @@ class Evaluation:
             )
         check_found(found)
         if watch is not None and again is not None:
-            watch.inspect(
-                tensors_of(self.out), sources.values(), since, again, self.step.roots
-            )
+            watch.inspect(tensors_of(self.out), sources.values(), since, again, self.step.roots)
         if create_graph:
             weights = list(sources.values())
             names = list(sources)

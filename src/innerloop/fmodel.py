@@ -24,6 +24,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import (
     Replicator,
     as_plain,
+    check_buffers,
     derived,
     named_parameters,
     original,
@@ -444,6 +445,8 @@ def patched(
                 "monkeypatch(model), with the model it was made from.",
             )
         )
+    if track and torch.is_grad_enabled():
+        check_buffers(dict(originals[0].named_buffers()))
     own = parameters_of(originals)
     start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
     buffers = {

@@ -30,7 +30,6 @@ from innerloop.tasks import Way, _axis, auto
 from innerloop.tasks._way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
-
 _ALONE = -1  # the number of a run that is not one of several tasks
 
 

@@ -126,6 +126,13 @@ class TaskRun:
         return list(found.values())
 
     @property
+    def mark(self) -> tuple[int, bool, int]:
+        """What has an influence on how the tasks can be run."""
+        step = self.prepared.step
+        assert step.model is not None
+        return id(step.model.source), step.model.source.training, id(step.loss)
+
+    @property
     def device(self) -> torch.device:
         leaves = _tree.flatten(self.prepared.state.params)[0]
         return next((t.device for t in leaves if isinstance(t, Tensor)), torch.device("cpu"))

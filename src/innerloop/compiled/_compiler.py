@@ -48,7 +48,9 @@ class Compiler:
         self.unit, self.options, self.backend = unit, options, backend
         self.programs = Programs(options, backend)
         self.chosen: str | None = None
-        """The unit that was found to fit, once a call was made."""
+        """The unit of the last call."""
+        self._large: set[Any] = set()
+        """What is not compiled as a whole."""
         self.refused: set[str] = set()
         self.used = False
         """Whether the last call ran compiled."""
@@ -91,11 +93,11 @@ class Compiler:
             state, outs = alone.unrolled(_repeated(batches, own), None)
             return value(*alone.adapted(state, outs).measured, held)
 
-        if self._whole(run):
+        if self._whole(run, key):
             try:
                 return self._joint(run, batches, val, function, key)
             except TooLargeError:
-                self.chosen = "step"
+                self._large.add(key)
         run = self.by_steps(run, key)
         state, outs = run.unrolled(batches, None)
         return value(*run.adapted(state, outs).measured, val)
@@ -112,13 +114,20 @@ class Compiler:
             again = dataclasses.replace(
                 tasks, prepared=alone, batches=_repeated(tasks.batches, own), val=held
             )
-            return again.together()[2]
+            found = loop().run(again).losses if singly else again.together()[2]
+            assert found is not None
+            return found
 
-        if self._whole(run) and not isinstance(way, loop):
+        for singly in (isinstance(way, loop), True):
+            if not self._whole(run, (key, singly)) or (singly and self.unit == "auto"):
+                continue
             try:
-                return self._joint(run, list(tasks.batches), tasks.val, function, key)
-            except (TooLargeError, NotBatchableError):
-                self.chosen = "step"
+                return self._joint(run, list(tasks.batches), tasks.val, function, (key, singly))
+            except NotBatchableError:
+                continue
+            except TooLargeError:
+                self._large.add((key, singly))
+                break
         small = sum(p.numel() for p in run.state.params.values()) < _SMALL
         if isinstance(way, auto):
             way = way.chosen or (vmap() if small else loop())
@@ -139,9 +148,9 @@ class Compiler:
             backward=_over_steps(run.backward),
         )
 
-    def _whole(self, run: Prepared) -> bool:
+    def _whole(self, run: Prepared, key: Any) -> bool:
         carries = isinstance(run.backward, Truncated) and run.backward.carry
-        return self.unit != "step" and self.chosen != "step" and not carries
+        return self.unit != "step" and key not in self._large and not carries
 
     def _joint(
         self, run: Prepared, batches: list[Any], val: Any, function: Any, key: Any

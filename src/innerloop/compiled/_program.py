@@ -32,6 +32,7 @@ class Recorded:
             self.graph = make_fx(function)(*self.inputs)
         self.graph.graph.eliminate_dead_code()
         for node in self.graph.graph.nodes:
+            node.meta.clear()  # Examples of values, each of a mode of its own; others are made.
             tags = getattr(node.target, "tags", ())
             if torch.Tag.nondeterministic_seeded in tags:
                 raise NotCompilableError(

@@ -51,11 +51,15 @@ def _composed(
     y = (x - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
     if running_mean is not None and running_var is not None:
         n = x.numel() / x.shape[1]
-        running_mean.lerp_(mean.detach(), momentum)
-        running_var.lerp_(variance.detach() * (n / (n - 1)), momentum)
+        _advance(running_mean, mean, momentum)
+        _advance(running_var, variance * (n / (n - 1)), momentum)
     if weight is not None:
         y = y * weight.view(shape)
     return y if bias is None else y + bias.view(shape)
+
+
+def _advance(running: Tensor, new: Tensor, momentum: float | Tensor) -> None:
+    running.add_(momentum * (new.detach() - running))
 
 
 class _Forward(torch.autograd.Function):
@@ -211,6 +215,8 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
     momentum = module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
+        if momentum is None and (_tracing.active() or _is_mapped()):
+            return _averaged(module, x)
         if momentum is None:
             momentum = 1.0 / float(module.num_batches_tracked)
     tracked = not module.training or module.track_running_stats
@@ -223,6 +229,18 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
         0.0 if momentum is None else momentum,
         module.eps,
     )
+
+
+def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """With plain averages as running statistics, where a count cannot be looked at."""
+    assert module.num_batches_tracked is not None
+    share = 1.0 / module.num_batches_tracked
+    over = [d for d in range(x.dim()) if d != 1]
+    variance, mean = torch.var_mean(x.detach(), over, correction=1)
+    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
+        assert running is not None
+        _advance(running, new, share)
+    return batch_norm(x, module.weight, module.bias, eps=module.eps)
 
 
 def _applies(x: Tensor, weight: Tensor | None) -> bool:

@@ -45,14 +45,14 @@ class threads(Way):
                     "innerloop.tasks.threads(2).",
                 )
             )
-        self._refused = False
+        self._refused: set[Any] = set()
 
     def run(self, tasks: Any) -> Ended:
-        if not self._refused:
+        if tasks.mark not in self._refused:
             found, why = self.tried(tasks)
             if found is not None:
                 return found
-            self._refused = True
+            self._refused.add(tasks.mark)
             warn_of_loop(self, why)
         return loop().run(tasks)
 

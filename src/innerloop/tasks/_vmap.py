@@ -38,14 +38,14 @@ class vmap(Way):
                     "innerloop.tasks.vmap(running_stats='per-task').",
                 )
             )
-        self._refused = False
+        self._refused: set[Any] = set()
 
     def run(self, tasks: Any) -> Ended:
-        if not self._refused:
+        if tasks.mark not in self._refused:
             try:
                 return self.tried(tasks)
             except NotBatchableError as error:
-                self._refused = True
+                self._refused.add(tasks.mark)
                 warn_of_loop(self, str(error))
         return loop().run(tasks)
 

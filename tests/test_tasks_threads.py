@@ -1,0 +1,398 @@
+"""Tasks in threads: the loop's numbers, what threads must not share, and what runs in a loop."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+import innerloop as il
+from references import Net, batches, squares
+from test_errors import refuses
+from test_tasks import STEPS, TASKS, built, normed
+from ways import assert_same, gradients
+
+LOOP = il.tasks.loop()
+
+
+def two():
+    return il.tasks.threads(2)
+
+
+def both(inner, train, val, way=None):
+    """Losses and gradients by threads, and by the loop."""
+    found = []
+    for each in (two() if way is None else way, LOOP):
+        losses = inner(train, val, tasks=each)
+        weighted = (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
+        found.append((losses, gradients(weighted, inner)))
+    return found
+
+
+def assert_alike(inner, train, val, way=None):
+    (losses, grads), (expected_losses, expected) = both(inner, train, val, way)
+    assert_same([losses], [expected_losses])
+    assert_same(grads, expected)
+
+
+# Exact. -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, None])
+def test_any_number_of_threads(n):
+    inner, train, val = built(normed, optim.Adam, warm=2)
+    assert_alike(inner, train, val, il.tasks.threads(n))
+
+
+def test_tasks_run_in_threads_of_their_own():
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(threading.get_ident())
+        return squares(model, batch)
+
+    inner, train, val = built(loss=loss)
+    inner(train, val, tasks=two())
+    assert threading.get_ident() not in seen
+    assert len(seen) <= 2
+
+
+def test_the_way_may_be_the_loops_own():
+    inner, train, val = built(tasks=two())
+    assert_same([inner(train, val)], [inner(train, val, tasks=LOOP)])
+    assert_same([inner(train, val, tasks=True)], [inner(train, val, tasks=LOOP)])
+    single = inner([tuple(p[0] for p in b) for b in train], tuple(p[0] for p in val), tasks=False)
+    assert single.shape == ()
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_learned_data_has_its_gradient(repeated):
+    inner, train, val = built()
+    train = [train[0]] * 3 if repeated else train
+    leaves = [*{id(b): b[0] for b in train}.values(), val[1]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = []
+    for way in (two(), LOOP):
+        losses = inner(train, val, tasks=way)
+        found.append(torch.autograd.grad((losses * losses).sum(), leaves))
+    assert_same(*found)
+    assert all(g.abs().sum() > 0 for g in found[0])
+
+
+def test_data_that_was_computed_has_its_gradient():
+    inner, train, val = built()
+    root = torch.randn(2, requires_grad=True)
+    found = []
+    for way in (two(), LOOP):
+        given = [(x * root.exp(), y) for x, y in train]
+        found.append(torch.autograd.grad(inner(given, val, tasks=way).sum(), [root]))
+    assert_same(*found)
+
+
+def test_gradients_in_grad_of_the_model():
+    inner, train, val = built(normed, optim.Adam)
+    for way in (two(), LOOP):
+        inner(train, val, tasks=way).mean().backward()
+    grads = [p.grad.clone() for p in inner.parameters()]
+    inner.zero_grad()
+    inner(train, val, tasks=LOOP).mean().backward()
+    assert_same(grads, [2 * p.grad for p in inner.parameters()])
+
+
+def test_backward_twice_with_retain_graph():
+    inner, train, val = built()
+    losses = inner(train, val, tasks=two())
+    first = gradients(losses.sum(), inner, retain_graph=True)
+    again = gradients(losses.sum(), inner, retain_graph=True)
+    one = gradients(losses[1], inner)
+    assert_same(again, first)
+    assert_same(one, gradients(inner(train, val, tasks=LOOP)[1], inner))
+
+
+def test_a_second_backward_without_retain_graph_is_refused_as_by_torch():
+    inner, train, val = built()
+    losses = inner(train, val, tasks=two())
+    losses.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        losses.sum().backward()
+
+
+def test_create_graph_is_refused():
+    inner, train, val = built()
+    losses = inner(train, val, tasks=two())
+    with refuses("create_graph=True", "loop()", kind=il.RequirementError):
+        gradients(losses.sum(), inner, create_graph=True)
+
+
+def test_adapted_models():
+    inner, train, val = built(normed, optim.Adam, warm=1)
+    found, expected = (inner.adapt(train, tasks=way) for way in (two(), LOOP))
+    assert_same(found.params.values(), expected.params.values())
+    assert_same(
+        [b.double() for b in found.buffers.values()],
+        [b.double() for b in expected.buffers.values()],
+    )
+    assert_same([found.losses], [expected.losses])
+    grads = [gradients((a(val[0]) ** 2).sum() + a.losses.sum(), inner) for a in (found, expected)]
+    assert_same(*grads)
+    for one in found.each:
+        one.write_to(Net() if isinstance(inner.model, Net) else normed())
+
+
+def test_auxiliary_outputs():
+    inner, train, _ = built(
+        loss=lambda m, b: (squares(m, b), {"w": m.head.weight, "n": "word", "k": b[0].sum()})
+    )
+    found, expected = (inner.adapt(train, tasks=way).aux for way in (two(), LOOP))
+    assert found["n"] == expected["n"] == [["word"] * STEPS] * TASKS
+    assert_same([found["w"], found["k"]], [expected["w"], expected["k"]])
+    assert_same(*(gradients(aux["w"].square().sum(), inner) for aux in (found, expected)))
+
+
+def test_a_run_that_goes_on():
+    outcomes = []
+    for make in (two, il.tasks.loop):
+        torch.manual_seed(3)
+        inner, train, val = built(learn=("lr",), backward=il.Truncated(1, carry=True))
+        values = [inner(train, val, tasks=make()) for _ in range(3)]
+        outcomes.append([*values, *gradients(values[-1].sum(), inner)])
+    assert_same(*outcomes)
+
+
+# What threads have to be told. ------------------------------------------------------------------
+
+
+def test_without_gradients():
+    inner, train, val = built()
+    with torch.no_grad():
+        losses = inner(train, val, tasks=two())
+        adapted = inner.adapt(train, tasks=two())
+    assert not losses.requires_grad
+    assert not any(p.requires_grad for p in adapted.params.values())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+    with torch.inference_mode():
+        assert_same([inner(train, val, tasks=two()).clone()], [losses])
+
+
+def test_autocast_holds_in_threads():
+    torch.set_default_dtype(torch.float32)
+    inner, train, val = built()
+    seen = []
+
+    def loss(model, batch):
+        out = model(batch[0])
+        seen.append((out.dtype, torch.is_autocast_enabled("cpu")))
+        return (out - batch[1]).square().mean()
+
+    inner.loss = loss
+    for way in (two(), LOOP):
+        seen.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = inner(train, val, tasks=way)
+        losses.sum().backward()
+        assert set(seen) == {(torch.bfloat16, True)}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_the_number_of_threads_of_torch_is_restored(before):
+    kept = torch.get_num_threads()
+    torch.set_num_threads(before)
+    try:
+        inner, train, val = built()
+        losses = inner(train, val, tasks=two())
+        assert torch.get_num_threads() == before
+        losses.sum().backward()
+        assert torch.get_num_threads() == before
+
+        def wrong(model, batch):
+            raise KeyError("no")
+
+        inner.loss = wrong
+        with pytest.raises(KeyError):
+            inner(train, val, tasks=two())
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(kept)
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError, il.RequirementError, RuntimeError])
+def test_an_error_in_a_task_is_its_own(kind):
+    _, train, val = built()
+    marked = [train[0][0][1]]
+
+    def loss(model, batch):
+        if torch.equal(batch[0], marked[0]):
+            raise kind("task number one is wrong")
+        return squares(model, batch)
+
+    inner, *_ = built(loss=loss)
+    with pytest.raises(kind, match="task number one is wrong"):
+        inner(train, val, tasks=two())
+    marked[0] = torch.zeros(())
+    assert_alike(inner, train, val)
+
+
+def test_the_model_stays_as_it_is():
+    inner, train, val = built(normed, optim.Adam, warm=2)
+    before = repr((inner.model.state_dict(), inner.optimizer.state_dict()))
+    inner(train, val, tasks=two()).sum().backward()
+    assert repr((inner.model.state_dict(), inner.optimizer.state_dict())) == before
+
+
+def test_the_default_dtype_and_grad_mode_of_the_caller_come_back():
+    inner, train, val = built()
+    inner(train, val, tasks=two())
+    assert torch.get_default_dtype() == torch.float64
+    assert torch.is_grad_enabled()
+
+
+# What runs in a loop. ---------------------------------------------------------------------------
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def test_random_numbers_are_drawn_in_a_loop():
+    """One warning; the same numbers as of a loop with the same seed, and the same again."""
+    inner, train, val = built(dropping)
+    way = two()
+    torch.manual_seed(7)
+    expected = inner(train, val, tasks=LOOP)
+    after = torch.get_rng_state()
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="draws random numbers") as found:
+        losses = inner(train, val, tasks=way)
+    assert len(found) == 1
+    assert_same([losses], [expected], 0)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(7)
+    again = inner(train, val, tasks=way)  # without a second warning
+    assert_same([again], [expected], 0)
+    assert_same(gradients(losses.sum(), inner), gradients(expected.sum(), inner))
+
+
+def test_a_model_that_draws_no_more_runs_in_threads_again():
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(threading.get_ident())
+        return squares(model, batch)
+
+    inner, train, val = built(dropping, loss=loss)
+    way = two()
+    with pytest.warns(UserWarning, match="random"):
+        inner(train, val, tasks=way)
+    inner.eval()
+    seen.clear()
+    inner(train, val, tasks=way)
+    assert threading.get_ident() not in seen
+
+
+def test_a_closed_over_tensor_has_its_gradient_in_a_loop():
+    scale = torch.tensor(1.5, requires_grad=True)
+    inner, train, val = built(loss=lambda m, b: scale * squares(m, b))
+    way = two()
+    with pytest.warns(UserWarning, match="was not given") as found:
+        losses = inner(train, val, tasks=way)
+    assert len(found) == 1
+    expected = inner(train, val, tasks=LOOP)
+    assert_same(
+        torch.autograd.grad(losses.sum(), [scale]), torch.autograd.grad(expected.sum(), [scale])
+    )
+    inner(train, val, tasks=way)  # no second warning
+
+
+def test_a_tensor_closed_over_at_the_last_task_only():
+    """Every task is looked at."""
+    _, train, val = built()
+    last = train[0][0][-1]
+    scale = torch.tensor(1.5, requires_grad=True)
+
+    def loss(model, batch):
+        found = squares(model, batch)
+        return scale * found if torch.equal(batch[0], last) else found
+
+    inner, *_ = built(loss=loss)
+    with pytest.warns(UserWarning, match="was not given"):
+        losses = inner(train, val, tasks=two())
+    assert torch.autograd.grad(losses.sum(), [scale])[0] != 0
+
+
+def test_a_validation_loss_that_closes_over_a_tensor():
+    scale = torch.tensor(1.5, requires_grad=True)
+    inner, train, val = built(val_loss=lambda m, b: scale * squares(m, b))
+    with pytest.warns(UserWarning, match="was not given"):
+        losses = inner(train, val, tasks=two())
+    expected = inner(train, val, tasks=LOOP)
+    assert_same(
+        torch.autograd.grad(losses.sum(), [scale]), torch.autograd.grad(expected.sum(), [scale])
+    )
+
+
+def test_without_gradients_a_closed_over_tensor_is_no_reason():
+    scale = torch.tensor(1.5, requires_grad=True)
+    inner, train, val = built(loss=lambda m, b: scale * squares(m, b))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inner(train, val, tasks=two())
+
+
+def test_a_number_of_threads_that_is_none():
+    for n in (0, -1, 1.5, True, "2"):
+        with refuses(f"threads({n!r})"):
+            il.tasks.threads(n)
+
+
+@pytest.mark.parametrize("given", [1, "vmap", il.tasks.vmap, None, [True]], ids=repr)
+def test_what_is_no_way_is_refused(given):
+    inner, train, val = built()
+    if given is None:
+        with refuses("tasks=None"):
+            il.InnerLoop(inner.model, inner.optimizer, squares, tasks=given)
+        return
+    with refuses("tasks="):
+        inner(train, val, tasks=given)
+
+
+def test_calls_from_several_threads_at_once():
+    """Each with threads for its own tasks."""
+    inner, train, val = built()
+    expected = inner(train, val, tasks=LOOP)
+    results = []
+    callers = [
+        threading.Thread(target=lambda: results.append(inner(train, val, tasks=two())))
+        for _ in range(3)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert len(results) == 3
+    for losses in results:
+        assert_same([losses], [expected])
+
+
+def test_an_inner_loop_inside_a_task():
+    """A loss that runs tasks itself must not wait for the threads it runs in."""
+    inner, train, val = built()
+    loss_batches = batches(1, TASKS)
+
+    def loss(model, batch):
+        with torch.no_grad():
+            inner(train, val, tasks=two())
+        return squares(model, batch)
+
+    outer, *_ = built(loss=loss)
+    done = []
+
+    def call():
+        done.append(outer(loss_batches, val, tasks=two()))
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert done, "the threads wait for each other"

@@ -1,0 +1,203 @@
+"""Problems x optimizers x what is learned x ways to run tasks: losses and gradients as the loop's.
+
+The table of the strategies once more, with a task axis. The loop over the tasks is held to single
+calls in the tests of tasks, and these to plain training and to differences in that table.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import innerloop as il
+from inner_problems import NORMS, PROBLEMS, squares
+from test_strategies import ON_EVERY_PROBLEM, ON_ONE, Case, Ready, choices, ready
+from ways import ENGINES, LOOP, VMAP, WHOLE, Engine, assert_same, gap, gradients
+
+TASKS = 3  # not divisible by two threads
+STEPS = 2
+
+
+class Outcome(NamedTuple):
+    losses: Tensor
+    """Of all tasks."""
+    grads: list[Tensor]
+    """Of their sum with unequal weights."""
+
+
+def tasks_of(given: Ready) -> tuple[list[Any], Any]:
+    """Batches with a task axis; the first task's are those of the single problem."""
+    more = [given.problem.build() for _ in range(TASKS - 1)]
+    trains = [given.built.train, *(built.train for built in more)]
+    vals = [given.built.val, *(built.val for built in more)]
+    steps = [_stacked(parts) for parts in zip(*trains, strict=True)][:STEPS]
+    return ([steps[0]] * 2 if given.row.one_group else steps), _stacked(vals)
+
+
+def _stacked(parts: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(column) for column in zip(*parts, strict=True))
+
+
+def outcome(case: Case, engine: Engine, backward: Any = None, checked: bool = True) -> Outcome:
+    given = ready(case)
+    train, val = tasks_of(given)
+    learned = [n for n in choices(*case[:2]) if case.learn in (n, "everything")]
+    inner = il.InnerLoop(
+        given.built.model,
+        given.optimizer,
+        given.built.loss,
+        learn=tuple(n for n in learned if n not in ("loss", "everything")),
+        backward=backward,
+        val_loss=given.problem.val_loss,
+    )
+    engine.ready(inner)
+    losses = inner(train, val, tasks=engine.way)
+    weights = torch.linspace(0.5, 1.5, TASKS)
+    grads = gradients((losses * weights).sum(), inner)
+    if checked:
+        engine.check(inner)
+    return Outcome(losses.detach(), grads)
+
+
+@functools.cache
+def by_loop(case: Case, backward: Any = None) -> Outcome:
+    return outcome(case, LOOP, backward)
+
+
+def assert_alike(actual: Outcome, expected: Outcome) -> None:
+    assert_same([actual.losses], [expected.losses])
+    assert_same(actual.grads, expected.grads)
+
+
+# Problems and optimizers. -----------------------------------------------------------------------
+
+
+def table() -> list[Any]:
+    """Every problem with every optimizer, and every choice of what is learned somewhere.
+
+    Dropout draws other numbers in every engine, and LBFGS and LSTMs cannot be batched: see below.
+    Recording takes seconds, so compiled engines leave most of the table to slow runs.
+    """
+    problems = [p for p in PROBLEMS | NORMS if p != "dropout"]
+    rows = [(p, o) for p in problems for o in ON_EVERY_PROBLEM]
+    rows += [("quadratic", o) for o in ON_ONE if o != "LBFGS"]
+    found = []
+    for problem, optimizer in rows:
+        for learn in choices(problem, optimizer):
+            for engine in ENGINES:
+                if problem == "lstm" and engine in (VMAP, WHOLE):
+                    continue
+                case = Case(problem, optimizer, learn)
+                marks = () if _is_quick(case, engine) else (pytest.mark.slow,)
+                found.append(pytest.param(case, engine, marks=marks, id=f"{case}-{engine}"))
+    return found
+
+
+def _is_quick(case: Case, engine: Engine) -> bool:
+    if case.learn != "everything":
+        chosen = ("mlp", "SGD") if engine.unit is None else ("quadratic", "Adam")
+        return (case.problem, case.optimizer) == chosen or case.learn == "loss" and not engine.unit
+    if engine.unit is None or case.problem == "quadratic":
+        return True
+    return case.optimizer == ("Adam" if case.problem == "mlp" else "SGD")
+
+
+@pytest.mark.parametrize(("case", "engine"), table())
+def test_every_way_is_the_loop(case: Case, engine: Engine) -> None:
+    assert_alike(outcome(case, engine), by_loop(case))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("problem", ["lstm", "LBFGS"])
+def test_what_cannot_be_batched_has_the_loops_result(problem: str, engine: Engine) -> None:
+    """With a warning that names it, or compiled in a loop over the tasks."""
+    lstm = problem == "lstm"
+    case = Case("lstm", "SGD", "everything") if lstm else Case("mlp", "LBFGS", "init")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        actual = outcome(case, engine, checked=False)
+    assert_alike(actual, by_loop(case))
+    messages = [str(w.message) for w in found]
+    assert len(messages) <= 1, messages
+    if engine is VMAP:
+        assert ("layer LSTM" if lstm else "optimizer LBFGS") in messages[0]
+
+
+# Strategies. ------------------------------------------------------------------------------------
+
+STRATEGIES = [
+    il.Tape(),
+    il.Remat(),
+    il.Remat(every=2),
+    il.Binomial(1),
+    il.Truncated(1000),
+    il.Truncated(1000, within=il.Remat()),
+    il.Auto("1GB"),
+]
+each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
+
+
+@each_engine
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("problem", ["quadratic", "norm"])
+def test_every_strategy_is_the_loops_tape(problem: str, backward: Any, engine: Engine) -> None:
+    if problem == "norm" and engine.unit is not None and backward != il.Binomial(1):
+        pytest.skip("seconds of recording, and the quadratic shows it")
+    case = Case(problem, "Adam", "everything")
+    assert_alike(outcome(case, engine, backward), by_loop(case))
+
+
+@each_engine
+@pytest.mark.parametrize("backward", [il.Truncated(1), il.Truncated(1, il.Remat())], ids=repr)
+def test_truncation_is_the_loops(backward: Any, engine: Engine) -> None:
+    case = Case("quadratic", "Adam", "lr")
+    truncated = by_loop(case, backward)
+    assert gap(truncated.grads, by_loop(case).grads) > 1e-3
+    assert_alike(outcome(case, engine, backward), truncated)
+
+
+@each_engine
+@pytest.mark.parametrize("problem", ["quadratic", "norm"])
+def test_forward_mode_is_the_loops_tape(problem: str, engine: Engine) -> None:
+    case = Case(problem, "Adam", "everything")
+    if engine.unit is None:
+        assert_alike(outcome(case, engine, il.Forward()), by_loop(case))
+        return
+    with pytest.warns(UserWarning, match=r"cannot be compiled: Forward\(\)"):
+        actual = outcome(case, engine, il.Forward(), checked=False)
+    assert_alike(actual, by_loop(case))
+
+
+@each_engine
+@pytest.mark.parametrize("solver", ["cg", "neumann", "gmres"])
+def test_implicit_gradients_are_the_loops(solver: str, engine: Engine) -> None:
+    """Tasks of different curvature, in one linear system or in one for each."""
+
+    def run(engine: Engine) -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = optim.SGD(model.parameters(), lr=0.3, weight_decay=0.1)
+        inner = il.InnerLoop(
+            model,
+            optimizer,
+            squares,
+            learn=("weight_decay",),
+            backward=il.Implicit(solver, tolerance=1e-13),
+        )
+        *train, val = [(torch.randn(TASKS, 5, 2), torch.randn(TASKS, 5, 1)) for _ in range(2)]
+        losses = engine.ready(inner)(train * 400, val, tasks=engine.way)
+        return losses, gradients((losses * torch.linspace(0.5, 1.5, TASKS)).sum(), inner)
+
+    expected_losses, expected = run(LOOP)
+    if engine.unit is None:
+        losses, grads = run(engine)
+    else:
+        with pytest.warns(UserWarning, match="cannot be compiled: Implicit"):
+            losses, grads = run(engine)
+    assert_same([losses], [expected_losses])
+    assert_same(grads, expected)
