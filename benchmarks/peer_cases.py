@@ -95,7 +95,7 @@ _IMAGES = _LOOPS | {
     ),
     "torchopt": ("loop", "vmap"),
     "torch.func": ("vmap",),
-    "jax": ("vmap scan", "map scan", "map"),
+    "jax": ("vmap", "vmap scan", "loop"),
 }
 _ONE_TASK = _LOOPS | {
     "innerloop": ("Tape", "Remat", "Tape step", "Remat step"),

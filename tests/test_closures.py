@@ -451,3 +451,186 @@ def test_a_change_that_no_value_shows_is_noticed_or_harmless(backward: Any) -> N
     except (RuntimeError, il.InnerLoopError):
         return
     assert_same(actual, gradient(change=False))
+
+
+# Leaves that a loss makes for itself. -----------------------------------------------------------
+
+
+def slope_at(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a gradient penalty: how steep the model is at its inputs."""
+    found = model(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return (found - y).square().mean() + slope.square().mean()
+
+
+def at_a_detached_input(model: nn.Module, batch: Any) -> Tensor:
+    return slope_at(model, batch[0].detach().requires_grad_(), batch[1])
+
+
+def at_a_copied_input(model: nn.Module, batch: Any) -> Tensor:
+    return slope_at(model, batch[0].clone().requires_grad_(True), batch[1])
+
+
+def at_the_batch_itself(model: nn.Module, batch: Any) -> Tensor:
+    return slope_at(model, batch[0].requires_grad_(), batch[1])
+
+
+def at_a_new_tensor(model: nn.Module, batch: Any) -> Tensor:
+    shift = torch.zeros_like(batch[0], requires_grad=True)
+    value = squares(model, (batch[0] + shift, batch[1]))
+    (slope,) = torch.autograd.grad(value, shift, create_graph=True)
+    return value + slope.square().sum()
+
+
+def by_a_jacobian(model: nn.Module, batch: Any) -> Tensor:
+    slopes = torch.autograd.functional.jacobian(
+        lambda x: model(x).sum(0), batch[0], create_graph=True
+    )
+    return squares(model, batch) + slopes.square().mean()
+
+
+def with_a_module_of_the_moment(model: nn.Module, batch: Any) -> Tensor:
+    return squares(model, batch) + nn.Linear(2, 1)(batch[0]).mul(model(batch[0])).mean()
+
+
+class Remembers:
+    """Keeps the leaves it made, as people do to look at them later."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen.append(batch[0].detach().requires_grad_())
+        return slope_at(model, self.seen[-1], batch[1])
+
+
+OWN: dict[str, Callable[[], Loss]] = {
+    loss.__name__: lambda loss=loss: loss
+    for loss in (
+        at_a_detached_input,
+        at_a_copied_input,
+        at_the_batch_itself,
+        at_a_new_tensor,
+        by_a_jacobian,
+        with_a_module_of_the_moment,
+    )
+}
+OWN["remembered"] = Remembers
+
+each_own = pytest.mark.parametrize("kind", OWN)
+
+
+def trained_with(loss: Loss, backward: Any, steps: int = 3) -> tuple[Training, Tensor]:
+    torch.manual_seed(0)
+    plain, train, val = training()
+    loop = Training(plain.model, loss)
+    torch.manual_seed(1)
+    state, losses = loop.unrolled([tuple(t.clone() for t in b) for b in train[:steps]], backward)
+    return loop, squares(loop.f.bind(state.params), val) + losses.sum()
+
+
+@each_own
+@each_exact
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_leaf_that_the_loss_makes_is_no_stranger(kind: str, steps: int, backward: Any) -> None:
+    found = []
+    for strategy in (backward, il.Tape()):
+        loop, value = trained_with(OWN[kind](), strategy, steps)
+        found.append(loop.grads(value))
+    assert_same(*found)
+
+
+@each_own
+@each_exact
+def test_a_stranger_beside_a_leaf_that_the_loss_makes(kind: str, backward: Any) -> None:
+    def gradient(strategy: Any) -> list[Tensor]:
+        scale, own = torch.tensor(0.7, requires_grad=True), OWN[kind]()
+        loop, value = trained_with(lambda model, batch: scale * own(model, batch), strategy)
+        return loop.grads(value, scale)
+
+    assert_right_or_refused(lambda: gradient(backward), gradient(il.Tape()), "scale")
+
+
+def test_a_batch_keeps_its_flags() -> None:
+    """A second call would else find learned data, which is refused."""
+    loop, train, val = training()
+    loop = Training(loop.model, at_the_batch_itself)
+    for backward in (il.Forward(), il.Remat(), il.Truncated(1), il.Auto("100kB"), il.Forward()):
+        loop.unrolled(train, backward)[1].sum().backward()
+    assert not any(t.requires_grad for batch in train for t in batch)
+
+
+def test_a_leaf_of_its_own_costs_no_further_evaluation() -> None:
+    """Each step is taken once on the way up and once on the way down."""
+    calls = 0
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return at_a_detached_input(model, batch)
+
+    loop, value = trained_with(counted, il.Remat())
+    loop.grads(value)
+    assert calls == 6
+
+
+@pytest.mark.parametrize("backward", [il.Remat(), il.Remat(every=2), il.Binomial(1)], ids=repr)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_leaf_made_by_the_first_call_and_used_again_gets_its_gradient(
+    steps: int, backward: Any
+) -> None:
+    def gradient(strategy: Any) -> list[Tensor]:
+        made: list[Tensor] = []
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            made[:] = made or [torch.tensor(0.7, requires_grad=True)]
+            return made[0] * squares(model, batch)
+
+        loop, value = trained_with(loss, strategy, steps)
+        return loop.grads(value, made[0])
+
+    assert_same(gradient(backward), gradient(il.Tape()))
+
+
+@each_exact
+def test_a_step_of_the_users_own_that_makes_a_leaf(backward: Any) -> None:
+    def step(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        point = batch.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.sin(state * point), point, create_graph=True)
+        return state - meta * slope, point * state
+
+    found = []
+    for strategy in (backward, il.Tape()):
+        state, lr = (torch.tensor(v, requires_grad=True) for v in (0.3, 0.8))
+        last, outs = il.unroll(step, state, lr, list(torch.arange(1.0, 4.0)), backward=strategy)
+        found.append(torch.autograd.grad(last + outs.sum(), [state, lr]))
+    assert_same(*found)
+
+
+class Weighted(torch.autograd.Function):
+    """Its backward uses a tensor that its forward does not."""
+
+    hidden_scale = torch.tensor(0.7, requires_grad=True)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Weighted.hidden_scale * grad
+
+
+@pytest.mark.parametrize("own", [True, False])
+@each_exact
+def test_a_stranger_in_a_backward_only(own: bool, backward: Any) -> None:
+    """Forwards nothing shows it, and a leaf of the loss's own does not hide it."""
+    if isinstance(backward, il.Forward):
+        pytest.skip("the outputs of a step are derived by another function than this")
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        inside = at_a_detached_input if own else squares
+        loop, value = trained_with(lambda m, b: Weighted.apply(inside(m, b)), strategy)
+        return loop.grads(value, Weighted.hidden_scale)
+
+    assert_right_or_refused(lambda: gradient(backward), gradient(il.Tape()), "requires grad")

@@ -1,6 +1,6 @@
-"""JAX: one compiled function for the whole meta-step, optimizers from optax.
+"""JAX: compiled functions, optimizers from optax.
 
-Ways: `vmap` or `map` over tasks (all at once, or one after another inside the compiled function);
+Ways: `vmap`, one function for all tasks, or `loop`, one for each task, called in turn;
 `scan` makes the steps a loop of the compiled program instead of unrolling them; `remat` keeps only
 the states between them; `safe` takes Adam from here, because the derivative of optax's is not a
 number where a gradient is zero (`eps_root` prevents that, and gives other weights).
@@ -8,6 +8,7 @@ number where a gradient is zero (`eps_root` prevents that, and gives other weigh
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -90,27 +91,27 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
     words, case = way.split(), problem.case
     every = {"init": problem.weights, "lr": problem.rate, "betas": problem.betas}
     learned = {name: every.pop(name) for name in case.learn}
-    distinct = problem.train[: case.batches]
     # The task axis, if there is one, comes first.
     axis = 0 if case.tasks is None else 1
-    train = jax.tree.map(lambda *parts: jnp.stack(parts, axis), *distinct)
+    train = jax.tree.map(lambda *parts: jnp.stack(parts, axis), *problem.train[: case.batches])
 
-    def total(learned: Any, given: Any, train: Any, val: Any) -> jax.Array:
-        def one(pair: Any) -> jax.Array:
-            return _measured(problem, words, learned | given, *pair)
+    def one(learned: Any, given: Any, train: Any, val: Any) -> jax.Array:
+        return _measured(problem, words, learned | given, train, val)
 
-        if case.tasks is None:
-            return one((train, val))
-        if "map" in words:
-            return jax.lax.map(one, (train, val)).mean()
-        return jax.vmap(one)((train, val)).mean()
+    def total(*args: Any) -> jax.Array:
+        return jax.vmap(one, (None, None, 0, 0))(*args).mean()
 
-    gradient = jax.jit(jax.grad(total))
+    gradient = jax.jit(jax.grad(total if "vmap" in words else one))
+    each = [(train, problem.val)]
+    if "loop" in words:
+        parts = range(case.tasks or 0)
+        each = [jax.tree.map(operator.itemgetter(t), each[0]) for t in parts]
 
     def run() -> Any:
-        grads = jax.block_until_ready(gradient(learned, every, train, problem.val))
+        found = [gradient(learned, every, *task) for task in each]
+        grads = jax.tree.map(lambda *g: sum(g) / len(g), *found)
         if "init" in grads:
             grads = grads | {"init": [grads["init"][name] for name in problem.weights]}
-        return grads
+        return jax.block_until_ready(grads)
 
     return run

@@ -98,8 +98,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(result.alias_info is not None for result in func._schema.returns):
-            return out  # Memory of an argument, which was counted if it was made here.
+        if func is torch.ops.aten.detach.default:
+            return out  # As batches are, which are there anyway.
         for leaf in _tree.flatten(out)[0]:
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from innerloop._mapped import NotBatchableError
 from innerloop.backward import Auto, Binomial, Remat, Tape, Truncated
+from innerloop.compiled._chunks import Chunks
 from innerloop.compiled._program import NotCompilableError, Programs
 from innerloop.compiled._step import CompiledStep
 from innerloop.compiled._whole import TooLargeError, whole
@@ -182,7 +183,7 @@ def _in_one_graph(backward: Any) -> Any:
 def _over_steps(backward: Any) -> Any:
     """A tape over compiled steps keeps states only, as ``Remat`` does."""
     if isinstance(backward, Tape | Remat | Auto):
-        return Tape()
+        return Chunks()
     if isinstance(backward, Binomial | Truncated):
         return backward
     raise NotCompilableError(f"{backward} differentiates steps in its own way")

@@ -42,15 +42,22 @@ class CompiledStep:
     def __init__(self, step: Any, programs: Programs, key: Any) -> None:
         self.step, self.programs, self.key = step, programs, key
         self.tracked = torch.is_grad_enabled()
+        self.size = 0
+        """How many operations the last program has, without its derivative."""
         self.identity, self.roots = step.identity, step.roots
 
     def __call__(self, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+        state, (out,) = self.many(state, meta, [batch])
+        return state, out
+
+    def many(self, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Several steps by one program: the state after the last, and the outputs of all."""
         step = self.step
         if state.opt is None:
             state = state._replace(opt=step.initial(state.params))
-        if step.schedule is not None:
-            meta = meta._replace(opt=step.schedule(meta.opt, state.time))
-        layout = Layout((state._replace(time=0), meta, batch))
+        times = range(state.time, state.time + len(batches))
+        metas = [self._at(meta, time) for time in times]
+        layout = Layout((state._replace(time=0), metas, list(batches)))
         # A gradient may come to every weight and every number of the optimizer, in all steps but
         # the first: one program for all.
         moving = {id(t) for t in _tree.flatten((state.params, state.opt))[0] if differentiable(t)}
@@ -59,14 +66,19 @@ class CompiledStep:
             ("step", self.key, layout.key, wanted, step.tasks),
             lambda: _Pair(step, layout, wanted, self.programs, self.tracked),
         )
+        self.size = pair.size
         rest = iter(pair(layout))
         leaves = [next(rest) if isinstance(leaf, _Result) else leaf for leaf in pair.leaves]
-        new, out = _tree.unflatten(leaves, pair.spec)
-        return new._replace(time=state.time + 1), out
+        new, outs = _tree.unflatten(leaves, pair.spec)
+        return new._replace(time=times.stop), outs
+
+    def _at(self, meta: Any, time: int) -> Any:
+        schedule = self.step.schedule
+        return meta if schedule is None else meta._replace(opt=schedule(meta.opt, time))
 
 
 class _Pair:
-    """The programs of one step for one kind of input."""
+    """The programs of one step, or of several, for one kind of input."""
 
     def __init__(
         self,
@@ -81,7 +93,9 @@ class _Pair:
         self.leaves: list[Any] = []
         self.spec: Any = None
         self.pulls: dict[Any, _Pull] = {}
-        self.forward = programs.compiled(Recorded(self._forward, layout.tensors))
+        recorded = Recorded(self._forward, layout.tensors)
+        self.size = recorded.size
+        self.forward = programs.compiled(recorded)
         if tracked:
             # Now, so that what cannot be compiled is found before a backward is under way.
             self._pull(self.layout.tensors, [None] * self._results)
@@ -97,10 +111,13 @@ class _Pair:
         return self.forward(*values)
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        state, meta, batch = self.layout.rebuilt(tensors)
-        new, out = self.step(state, meta, batch)
-        of_state = len(_tree.flatten(new)[0])
-        leaves, self.spec = _tree.flatten((new, out))
+        state, metas, batches = self.layout.rebuilt(tensors)
+        outs = []
+        for meta, batch in zip(metas, batches, strict=True):
+            state, out = self.step(state, meta, batch)
+            outs.append(out)
+        of_state = len(_tree.flatten(state)[0])
+        leaves, self.spec = _tree.flatten((state, outs))
         self.leaves = [
             _Result(v, i < of_state) if isinstance(v, Tensor) else v for i, v in enumerate(leaves)
         ]
