@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-memory docs format clean
+.PHONY: help demo test bench bench-eager bench-memory docs format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +24,10 @@ test: $(VENV)/dev.stamp ## lint, type check, tests and docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: ## time innerloop against higher (makes its own environment)
+bench: ## time and memory of innerloop and its peers (makes their environments; an hour or two)
+	$(PYTHON) benchmarks/peers.py
+
+bench-eager: ## time innerloop_ctx against higher (some minutes)
 	$(PYTHON) benchmarks/run.py
 
 bench-memory: ## memory and time over inner steps, against higher (an hour or two)
@@ -38,7 +41,7 @@ format: $(VENV)/dev.stamp ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 
 clean: ## remove environments, caches and results
-	rm -rf $(VENV) benchmarks/.venv site out .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) benchmarks/.venv* site out .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --clear: an environment that was left half made (no ensurepip, Ctrl-C) is made again.

@@ -16,16 +16,14 @@ Results = Sequence[Result]
 
 
 def agreement_line(result: Result) -> str:
-    return f"{result.case:12} {result.system:12}{result.way:16}{_gradient(result)}"
+    return f"{result.case:12} {result.system:12}{result.way:16}{_gradient(result) or result.note}"
 
 
 def _gradient(result: Result) -> str:
-    """How far the gradients are from those of the plain loop, or what went wrong."""
-    if result.differences is None:
-        return result.note
+    """How far the gradients are from those of the plain loop."""
     parts = [
         f"{kind} {d:.0e}" + ("" if d <= TOLERANCE else " WRONG")
-        for kind, d in result.differences.items()
+        for kind, d in (result.differences or {}).items()
     ]
     return ", ".join(parts)
 
@@ -68,14 +66,14 @@ def _size(size: float | None) -> str:
 def _row(result: Result, ours: Result | None) -> list[str]:
     cells = [result.system, result.way]
     if result.times is None:
-        return [*cells, "", "", "", "", _gradient(result) or result.note, result.note]
+        return [*cells, "", "", "", "", _gradient(result), result.note]
     ratio = ""
     if ours is not None and ours.times is not None:
         median, low, high = timing.ratio(result.times, ours.times)
         ratio = f"{_times(median)} ({low:.3g}-{high:.3g})"
     first = "" if result.first is None else _time(result.first)
     numbers = [_time(_seconds(result)), first, _size(result.extra), ratio]
-    return [*cells, *numbers, _gradient(result), result.note]
+    return [*cells, *numbers, _gradient(result), result.note or result.remark]
 
 
 def details(case: Case, results: Results) -> str:

@@ -18,7 +18,6 @@ from peer_process import Worker
 TOLERANCE = 1e-8
 _SECONDS = 60  # what the rounds of one case may take, roughly
 _FEW, _MANY = 5, 25  # rounds
-_AUTO_CALLS = 10  # until a way that tries others has made up its mind
 
 
 class Result(NamedTuple):
@@ -31,6 +30,7 @@ class Result(NamedTuple):
     differences: dict[str, float] | None = None  # of the gradients, relative, in float64
     first: float | None = None  # the first call, compilation included
     times: list[float] | None = None  # one per round
+    remark: str = ""  # what it chose
     extra: float | None = None  # peak memory beyond what was there before
 
     @property
@@ -130,14 +130,13 @@ class _Running(NamedTuple):
 
 def _start(plan: Plan, case: Case, result: Result, stack: contextlib.ExitStack) -> _Running:
     worker = stack.enter_context(plan.worker(case, result, "float32"))
-    first = worker.ask("first", plan.limit)["seconds"]
+    first = worker.ask("first", plan.limit)
 
     def clock(calls: int) -> float:
         return worker.ask("time", plan.limit, calls=calls)["seconds"]
 
-    if result.way == "auto":
-        clock(_AUTO_CALLS)
-    return _Running(result._replace(first=first), clock, timing.warm_up(clock))
+    result = result._replace(first=first["seconds"], remark=first["remark"])
+    return _Running(result, clock, timing.warm_up(clock))
 
 
 def time(plan: Plan, case: Case, results: list[Result]) -> list[Result]:
@@ -171,8 +170,7 @@ def weigh(plan: Plan, case: Case, result: Result) -> Result:
         return result
     try:
         with plan.worker(case, result, "float32", fresh.OWN_MAPPINGS) as worker:
-            warm = _AUTO_CALLS if result.way == "auto" else 1
-            answer = worker.ask("memory", 2 * plan.limit, warm=warm)
+            answer = worker.ask("memory", 2 * plan.limit)
     except fresh.FailedError as error:
         return result._replace(note=f"memory: {error}")
     return result._replace(extra=answer["extra"])

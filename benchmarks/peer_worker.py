@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_cases import Case
-from systems.problem import MetaStep
+from systems.problem import Gradients, MetaStep
 
 _MODULES = {
     "innerloop": "by_innerloop",
@@ -55,7 +55,7 @@ class _Worker:
 
     def __init__(self, system: str, way: str, threads: int) -> None:
         self.system, self.way, self.threads = system, way, threads
-        self.run: MetaStep | None = None
+        self.step: MetaStep | None = None
 
     def prepare(self, case: dict[str, Any], data: str, dtype: str) -> dict[str, Any]:
         from systems.problem import load
@@ -63,7 +63,7 @@ class _Worker:
         convert = _start(self.system, self.threads, dtype)
         problem = load(Case(**case), Path(data), dtype, convert)
         module = importlib.import_module(f"systems.{_MODULES[self.system]}")
-        self.run = module.build(problem, self.way, self.system)
+        self.step = module.build(problem, self.way, self.system)
         packages = _PACKAGES.get(self.system, (self.system,))
         return {"versions": {name: version(name) for name in packages}}
 
@@ -74,7 +74,7 @@ class _Worker:
             name: numpy.concatenate(
                 [numpy.asarray(p).ravel() for p in (value if name == "init" else [value])]
             )
-            for name, value in self._step()().items()
+            for name, value in self._run().items()
         }
         numpy.savez(path, **flat)
         return {}
@@ -82,29 +82,34 @@ class _Worker:
     def time(self, calls: int) -> dict[str, Any]:
         import timing
 
-        return {"seconds": timing.measure(self._step(), calls)}
+        return {"seconds": timing.measure(self._run, calls)}
 
     def first(self) -> dict[str, Any]:
         """The first call compiles, chooses and fills caches."""
-        start = time.perf_counter()
-        self._step()()
-        return {"seconds": time.perf_counter() - start}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = time.perf_counter()
+            self._run()
+            seconds = time.perf_counter() - start
+        assert self.step is not None
+        remarks = [self.step.remark()]
+        if self.system == "innerloop":  # what it could not do as told
+            remarks += [_shortened(str(warning.message)) for warning in caught]
+        return {"seconds": seconds, "remark": "; ".join(filter(None, remarks))}
 
-    def memory(self, warm: int) -> dict[str, Any]:
+    def memory(self) -> dict[str, Any]:
         from memory_point import measured
 
-        for _ in range(warm):
-            self._step()()
-        return measured(self._step())
+        self._run()
+        return measured(self._run)
 
-    def _step(self) -> MetaStep:
-        assert self.run is not None, "prepare comes first"
-        return self.run
+    def _run(self) -> Gradients:
+        assert self.step is not None, "prepare comes first"
+        return self.step.run()
 
 
-def _described(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+def _shortened(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:200]
 
 
 def main() -> None:
@@ -122,7 +127,7 @@ def main() -> None:
         try:
             answer = getattr(worker, request.pop("do"))(**request)
         except Exception as error:  # whatever a system raises is its result
-            answer = {"error": _described(error)}
+            answer = {"error": f"{type(error).__name__}: {_shortened(str(error))}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 

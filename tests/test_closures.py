@@ -552,10 +552,10 @@ def test_a_stranger_beside_a_leaf_that_the_loss_makes(kind: str, backward: Any) 
 
 
 def test_a_batch_keeps_its_flags() -> None:
-    """A second call would else find learned data, which is refused."""
+    """A later call would else find learned data, which not every strategy takes."""
     loop, train, val = training()
     loop = Training(loop.model, at_the_batch_itself)
-    for backward in (il.Forward(), il.Remat(), il.Truncated(1), il.Auto("100kB"), il.Forward()):
+    for backward in (il.Forward(), il.Remat(), il.Truncated(1, il.Binomial(1)), il.Forward()):
         loop.unrolled(train, backward)[1].sum().backward()
     assert not any(t.requires_grad for batch in train for t in batch)
 
@@ -596,7 +596,9 @@ def test_a_leaf_made_by_the_first_call_and_used_again_gets_its_gradient(
 def test_a_step_of_the_users_own_that_makes_a_leaf(backward: Any) -> None:
     def step(state: Tensor, meta: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         point = batch.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.sin(state * point), point, create_graph=True)
+        with torch.enable_grad():
+            value = torch.sin(state * point)
+            (slope,) = torch.autograd.grad(value, point, create_graph=True)
         return state - meta * slope, point * state
 
     found = []
@@ -625,8 +627,6 @@ class Weighted(torch.autograd.Function):
 @each_exact
 def test_a_stranger_in_a_backward_only(own: bool, backward: Any) -> None:
     """Forwards nothing shows it, and a leaf of the loss's own does not hide it."""
-    if isinstance(backward, il.Forward):
-        pytest.skip("the outputs of a step are derived by another function than this")
 
     def gradient(strategy: Any) -> list[Tensor]:
         inside = at_a_detached_input if own else squares

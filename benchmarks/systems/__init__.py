@@ -1,5 +1,5 @@
 """One file for each library: the same meta-step, written as its users would write it.
 
-Each has `build(problem, way)`, which returns a function without arguments that computes the
-gradient of the measured loss, averaged over the tasks, by everything that is learned.
+Each has `build(problem, way, system)`, whose result computes the gradient of the measured loss,
+averaged over the tasks, by everything that is learned.
 """

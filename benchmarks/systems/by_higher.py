@@ -54,4 +54,4 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
                 diffopt.step(loss(problem, fmodel(x), y), override=overrides or None)
             return loss(problem, fmodel(val[0]), val[1])
 
-    return lambda: averaged(problem, learned, (measured(*task) for task in each))
+    return MetaStep(lambda: averaged(problem, learned, (measured(*task) for task in each)))

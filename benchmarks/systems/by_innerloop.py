@@ -1,5 +1,5 @@
 """innerloop, by `InnerLoop`. A way names how tasks are taken, the unit that is compiled, and the
-strategy of the backward pass, in any order: `vmap whole`, `threads step`, `Remat step`."""
+strategy of the backward pass: `vmap whole`. `compiled` leaves the unit to `inner.compile()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from systems.problem import MetaStep, Problem
 from systems.torch_parts import Batch, loss, network
 
 _TASKS = ("auto", "loop", "vmap", "threads")
-_UNITS = ("step", "whole")
+_UNITS = {"step": "step", "whole": "whole", "compiled": "auto"}
 _STRATEGIES = ("Tape", "Remat", "Binomial")
 
 
@@ -49,7 +49,7 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
     inner = il.InnerLoop(model, opt, measured, learn=_choices(problem), backward=strategy)
     for word in words:
         if word in _UNITS:
-            inner.compile(word)
+            inner.compile(_UNITS[word])
     how = _taken(words)
 
     def run() -> Any:
@@ -60,4 +60,8 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
             grads["init"] = [p.grad for p in model.parameters()]
         return grads
 
-    return run
+    def remark() -> str:
+        chosen = str(how.chosen) if isinstance(how, il.tasks.auto) and how.chosen else ""
+        return "; ".join(filter(None, [chosen, str(inner.compiler or "")]))
+
+    return MetaStep(run, remark)

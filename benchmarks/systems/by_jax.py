@@ -87,6 +87,10 @@ def _measured(problem: Problem, words: list[str], start: Any, train: Any, val: A
     return loss(carry[0], val)
 
 
+def _mean(*parts: jax.Array) -> jax.Array:
+    return sum(parts[1:], parts[0]) / len(parts)
+
+
 def build(problem: Problem, way: str, system: str) -> MetaStep:
     words, case = way.split(), problem.case
     every = {"init": problem.weights, "lr": problem.rate, "betas": problem.betas}
@@ -109,9 +113,9 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
 
     def run() -> Any:
         found = [gradient(learned, every, *task) for task in each]
-        grads = jax.tree.map(lambda *g: sum(g) / len(g), *found)
+        grads = found[0] if len(found) == 1 else jax.tree.map(_mean, *found)
         if "init" in grads:
             grads = grads | {"init": [grads["init"][name] for name in problem.weights]}
         return jax.block_until_ready(grads)
 
-    return run
+    return MetaStep(run)

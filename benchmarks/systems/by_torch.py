@@ -146,7 +146,7 @@ def _looped(task: _Task) -> MetaStep:
         losses = (task.measured(task.taped, learned, train, val) for train, val in each)
         return averaged(problem, leaves, losses)
 
-    return run
+    return MetaStep(run)
 
 
 def _functional(task: _Task, compiled: bool) -> MetaStep:
@@ -167,7 +167,7 @@ def _functional(task: _Task, compiled: bool) -> MetaStep:
     if compiled:
         gradient = torch.compile(gradient, fullgraph=True)
     learned = _learned(problem, task.weights)
-    return lambda: gradient(learned, distinct, problem.val)
+    return MetaStep(lambda: gradient(learned, distinct, problem.val))
 
 
 def build(problem: Problem, way: str, system: str) -> MetaStep:

@@ -15,7 +15,13 @@ BETAS = (0.9, 0.999)
 
 Array = Any  # of the library at hand
 Gradients = dict[str, Any]  # by what is learned; that of `init` is a list, in the weights' order
-MetaStep = Callable[[], Gradients]
+
+
+class MetaStep(NamedTuple):
+    """One way of one system, ready. `remark`: what it chose, once it has run."""
+
+    run: Callable[[], Gradients]
+    remark: Callable[[], str] = str
 
 
 class Problem(NamedTuple):

@@ -68,7 +68,7 @@ class Linearized:
         self._aux = _tree.flatten(run.out)[0]
         moved = [g for g in self._grads if g is not None]
         known = [*self._sources, *self._given, *self._others, *moved]
-        shown = [*_only(self._outputs), *_only(self._aux)]
+        shown = [*_only(self._outputs), *_only(self._aux), *_only(own)]
         self.suspects = _captured.suspects(shown, known, since, step.roots)
         """Leaves that the step used and was not given."""
         self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])

@@ -40,7 +40,7 @@ def opaque(uncompiled: F, asked: Callable[[Any], None], compiled: Callable[[Any]
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     )
-    eval_frame.set_code_exec_strategy(method.__code__, skip)
+    eval_frame.set_code_exec_strategy(method.__code__, skip)  # type: ignore[attr-defined]
     return method  # type: ignore[return-value]
 
 

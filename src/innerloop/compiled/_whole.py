@@ -99,7 +99,7 @@ class _Whole(torch.autograd.Function):
         (g,) = grads
         if _equal(g):
             scale = g.flatten()[0]
-            found = torch._foreach_mul(list(ctx.grads), scale)
+            found = torch._foreach_mul(list(ctx.grads), scale)  # type: ignore[attr-defined]
         else:
             found = ctx.program.run(*ctx.tensors, g.contiguous())[1:]
         return None, None, *found

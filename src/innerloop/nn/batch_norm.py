@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from innerloop import _tracing
@@ -108,7 +109,8 @@ class _ForTasks(torch.autograd.Function):
             else x.movedim(in_dims[0], 1)
         )
         each = [_joined(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
-        y = batch_norm(x.flatten(1, 2), *each, *args[4:])
+        weight, bias, mean, variance = each
+        y = batch_norm(x.flatten(1, 2), weight, bias, mean, variance, *args[4:])
         return y.unflatten(1, (tasks, -1)), 1
 
 
@@ -265,7 +267,5 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
 
 def _is_mapped() -> bool:
     """Whether one ``vmap`` is all that surrounds this call."""
-    stack = torch._C._functorch.get_interpreter_stack()
-    return stack is not None and [i.key() for i in stack] == [
-        torch._C._functorch.TransformType.Vmap
-    ]
+    stack = get_interpreter_stack()
+    return stack is not None and [i.key() for i in stack] == [TransformType.Vmap]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast
@@ -167,7 +168,7 @@ class _Join(torch.autograd.Function):
                     "tasks=innerloop.tasks.loop() or innerloop.tasks.vmap().",
                 )
             )
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = _autograd._get_current_graph_task_keep_graph()
         rest = iter(grads)
         given = [(task, [next(rest) for _ in task.where]) for task in ctx.each]
         found = _parallel(ctx.count, given, lambda pair: list(pair[0].pulled(pair[1], keep)))

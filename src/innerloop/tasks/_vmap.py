@@ -53,7 +53,8 @@ class vmap(Way):
         """The same, with an error where batching is impossible."""
         frozen = self.running_stats == "frozen"
         names = _statistics(tasks.prepared.step.model.source) if frozen else frozenset()
-        return EndedTogether(*tasks.together(names), tasks.count)
+        state, outs, losses = tasks.together(names)
+        return EndedTogether(state, outs, losses, tasks.count)
 
 
 def _statistics(model: nn.Module) -> frozenset[str]:
