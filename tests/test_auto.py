@@ -1,10 +1,12 @@
 """The forecast against what is really allocated, and the choice that is made by it."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import innerloop as il
 from inner_problems import Training, squares
@@ -148,6 +150,63 @@ def test_a_step_that_has_no_hash() -> None:
     for backward in (il.Auto("1GB"), il.Tape()):
         last, _ = il.unroll(Step(), state, meta, batches, backward=backward)
         found.append(torch.autograd.grad(last, [state, meta]))
+    assert_same(*found)
+
+
+@dataclasses.dataclass
+class Weighted:
+    """A loss that has no hash."""
+
+    weight: float
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.weight * squares(model, batch)
+
+
+def by_forward_mode(model: nn.Module, batch: Any) -> Tensor:
+    x = batch[0]
+    return squares(model, batch) + torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].mean()
+
+
+def by_dual_numbers(model: nn.Module, batch: Any) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(batch[0], torch.ones_like(batch[0]))
+        slope = forward_ad.unpack_dual(model(dual)).tangent
+    return squares(model, batch) + slope.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize("loss", [Weighted(0.7), by_forward_mode, by_dual_numbers])
+def test_losses_that_are_hard_to_measure(loss: Any) -> None:
+    plain, batches = wide_training(init=True)
+    found = []
+    for backward in (il.Auto("1GB"), il.Tape()):
+        loop = Training(plain.model, loss)
+        value = squares(loop.f.bind(loop.unrolled(batches, backward)[0].params), batches[0])
+        found.append(loop.grads(value))
+    assert_same(*found)
+
+
+def test_two_losses_without_a_hash_are_measured_apart() -> None:
+    plain, batches = wide_training(init=True)
+    auto = il.Auto("1GB")
+    for weight in (0.7, 0.7):
+        Training(plain.model, Weighted(weight)).unrolled(batches, auto)
+    assert sum(isinstance(key, tuple) for key in auto._memo) == 2
+
+
+def test_measuring_leaves_the_batches_as_they_are() -> None:
+    """A loss may take its batch apart: it gets each one once."""
+    plain, batches = wide_training(init=True)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, (batch.pop("x"), batch.pop("y")))
+
+    found = []
+    for backward in (il.Auto("1GB"), il.Tape()):
+        loop = Training(plain.model, loss)
+        state, _ = loop.unrolled([{"x": x, "y": y} for x, y in batches], backward)
+        found.append(loop.grads(squares(loop.f.bind(state.params), batches[0])))
     assert_same(*found)
 
 

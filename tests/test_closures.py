@@ -553,7 +553,7 @@ def test_a_stranger_beside_a_leaf_that_the_loss_makes(kind: str, backward: Any) 
 
 def test_a_batch_keeps_its_flags() -> None:
     """A later call would else find learned data, which not every strategy takes."""
-    loop, train, val = training()
+    loop, train, _ = training()
     loop = Training(loop.model, at_the_batch_itself)
     for backward in (il.Forward(), il.Remat(), il.Truncated(1, il.Binomial(1)), il.Forward()):
         loop.unrolled(train, backward)[1].sum().backward()

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import innerloop as il
+from inner_problems import Training, squares, training
 from strategies import assert_same
 
 STATM = Path("/proc/self/statm")
@@ -93,3 +95,64 @@ def test_ten_thousand_steps_in_constant_memory() -> None:
 
 def test_the_first_500_steps_are_those_of_binomial() -> None:
     assert_same(slope(500, il.Forward(), plain), slope(500, il.Binomial(8), plain))
+
+
+# First order. -----------------------------------------------------------------------------------
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def by_a_function_differentiable_once(model: nn.Module, batch: Any) -> Tensor:
+    return Square.apply(model(batch[0]) - batch[1]).mean()
+
+
+def by_a_distance(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    found = model(batch[0])
+    return torch.cdist(found, batch[1]).mean(), found
+
+
+@pytest.mark.parametrize("loss", [by_a_function_differentiable_once, by_a_distance])
+def test_first_order_needs_no_second_derivatives(loss: Any) -> None:
+    found = []
+    for backward in (il.Forward(), il.Tape()):
+        torch.manual_seed(0)
+        plain, train, val = training()
+        loop = Training(plain.model, loss, first_order=True)
+        state, outs = loop.unrolled(train, backward)
+        total = sum(out.sum() for out in (outs if isinstance(outs, tuple) else [outs]))
+        found.append(loop.grads(squares(loop.f.bind(state.params), val) + total))
+    assert_same(*found)
+
+
+# Transforms that write in place. ----------------------------------------------------------------
+
+
+def clamped(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    for grad in grads.values():
+        grad.clamp_(-0.05, 0.05)
+    return grads
+
+
+def clamped_without_a_graph(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return clamped(grads)
+
+
+@pytest.mark.parametrize("transform", [clamped, clamped_without_a_graph])
+def test_a_transform_that_writes_in_place(transform: Any) -> None:
+    found = []
+    for backward in (il.Forward(), il.Tape()):
+        torch.manual_seed(0)
+        loop, train, val = training(grad_transform=transform)
+        found.append(loop.grads(loop.value(train, val, backward)))
+    assert_same(*found)

@@ -231,6 +231,107 @@ def test_the_proximal_gradient_is_that_of_training() -> None:
     assert_same(torch.autograd.grad(value, leaves), torch.autograd.grad(taped, leaves))
 
 
+# Schedules and transforms. ----------------------------------------------------------------------
+
+
+def test_a_schedule_is_asked_for_no_more_steps_than_are_taken() -> None:
+    given, factors = Regression(), [1.0] * STEPS
+    optimizer = torch.optim.SGD(given.model.parameters(), lr=0.1)
+    inner = il.InnerLoop(
+        given.model,
+        optimizer,
+        given.loss,
+        learn=(),
+        backward=implicit("cg"),
+        val_loss=given.measured,
+        schedule=lambda time: factors[time],
+    )
+    value = inner([given.batch] * STEPS, given.val)
+    assert_same(torch.autograd.grad(value, list(inner.parameters())), given.closed_form()[1:2])
+
+
+def test_a_weight_decay_for_each_step_counts_by_its_last_value() -> None:
+    found = []
+    for learn in (il.Learn(per="step", steps=STEPS), il.Learn()):
+        torch.manual_seed(0)
+        given = Regression()
+        optimizer = torch.optim.SGD(given.model.parameters(), lr=0.1, weight_decay=0.3)
+        inner = il.InnerLoop(
+            given.model,
+            optimizer,
+            given.measured,
+            learn={"weight_decay": learn},
+            backward=implicit("cg"),
+        )
+        value = inner([given.batch] * STEPS, given.val)
+        found.append(torch.autograd.grad(value, inner.settings.weight_decay)[0].reshape(-1))
+    assert not found[0][:-1].any()
+    assert_same([found[0][-1:]], [found[1]])
+
+
+TRANSFORMS = {
+    "doubled": lambda grads: {name: 2 * g for name, g in grads.items()},
+    "by name": lambda grads: {n: g * (1 + k) for k, (n, g) in enumerate(grads.items())},
+    "saturating": lambda grads: {name: torch.tanh(g) for name, g in grads.items()},
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("tasks", [False, True])
+@pytest.mark.parametrize("solver", ["cg", "gmres"])
+def test_a_transform_of_the_gradients_is_part_of_the_equation(
+    solver: str, tasks: bool, transform: Any
+) -> None:
+    """It rests where the transformed gradient and the decay are in balance.
+
+    The system is in general not symmetric; where conjugate gradients fail, they say so.
+    """
+
+    def gradient(backward: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        given = Regression()
+        batch, val = given.batch, given.val
+        if tasks:
+            batch, val = ([torch.stack([t, 1.2 * t]) for t in pair] for pair in (batch, val))
+        inner = il.InnerLoop(
+            given.model,
+            torch.optim.SGD(given.model.parameters(), lr=0.05, weight_decay=0.3),
+            given.measured,
+            learn=("weight_decay",),
+            backward=backward,
+            grad_transform=transform,
+        )
+        value = inner([batch] * 300, val, tasks=tasks).sum()
+        return list(torch.autograd.grad(value, list(inner.parameters())))
+
+    expected = gradient(il.Tape())
+    if solver == "gmres":
+        assert_same(gradient(implicit("gmres")), expected, 1e-8)
+    else:
+        assert_right_or_refused(lambda: gradient(implicit("cg")), expected, "gmres")
+
+
+def test_a_loss_that_makes_leaves_of_its_own() -> None:
+    """A gradient penalty: of a linear model, that of the squares of its weights."""
+    found = []
+    for penalized in (True, False):
+        torch.manual_seed(0)
+        given = Regression()
+
+        def loss(model: nn.Module, batch: Any, given: Any = given, on: bool = penalized) -> Tensor:
+            x = batch[0].detach().requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            own = slope.square().sum() if on else len(x) * model.weight.square().sum()
+            return given.measured(model, batch) + 0.1 * own
+
+        optimizer = torch.optim.SGD(given.model.parameters(), lr=0.05, weight_decay=0.3)
+        inner = il.InnerLoop(given.model, optimizer, loss, ("weight_decay",), implicit("cg"))
+        value = inner([given.batch] * 200, given.val)
+        found.append(torch.autograd.grad(value, list(inner.parameters())))
+    assert_same(*found)
+
+
 # The series is the walk stopped after k visits. --------------------------------------------------
 
 

@@ -367,6 +367,13 @@ def test_the_error_for_a_loss_that_does_not_repeat_says_what_to_do(backward: Any
         loop.grads(loop.value(train, val, backward))
 
 
+def test_the_error_names_generators_of_ones_own() -> None:
+    plain, train, val = training()
+    loop = Training(plain.model, OwnGenerator())
+    with pytest.raises(il.InnerLoopError, match=r"without generator=.*torch\.Generator"):
+        loop.grads(loop.value(train, val, il.Remat()))
+
+
 # Several backward passes. -----------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Set-ups whose gradient would silently be another one: each is right, or refused by name."""
 
+import dataclasses
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -268,3 +270,240 @@ def test_an_error_in_the_loss_shows_what_it_was_called_with():
         inner(data(), data())  # not [data()] * 5
     notes = getattr(info.value, "__notes__", None)
     assert notes is None or "Tensor[12, 3]" in notes[0]
+
+
+# Buffers that require grad. ---------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A linear layer whose input is scaled by a buffer, as a hypernetwork might set it."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return self.linear(x * self.scale)
+
+
+class ScaledLoss(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, model, batch):
+        return self.scale * squares(model, batch)
+
+
+class ScaledOptimizer(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def init(self, params):
+        return ()
+
+    def update(self, params, grads, state):
+        return {name: p - self.scale * grads[name] for name, p in params.items()}, state
+
+
+def with_a_learned_buffer(where, scale, backward):
+    model = Scaled(scale if where == "scale" else torch.tensor(0.7))
+    loss = ScaledLoss(scale) if where == "loss:scale" else squares
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    if where == "optimizer:scale":
+        optimizer = ScaledOptimizer(scale)
+    return il.InnerLoop(model, optimizer, loss, backward=backward, val_loss=squares)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+@pytest.mark.parametrize("where", ["scale", "loss:scale", "optimizer:scale"])
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_a_buffer_that_requires_grad_is_refused_by_name(backward, where, computed, steps):
+    root = torch.tensor(0.7, requires_grad=True)
+    inner = with_a_learned_buffer(where, root.exp() if computed else root, backward)
+    with pytest.raises(il.RequirementError, match=f"buffer '{where}'.*Needed:.*Write:"):
+        inner([data()] * steps, data())
+    with torch.no_grad():
+        assert not inner([data()] * steps, data()).requires_grad
+        inner.adapt([data()] * steps)
+
+
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_a_buffer_of_a_state_that_requires_grad_is_refused(backward):
+    scale = torch.tensor(0.7, requires_grad=True)
+    model = Scaled(torch.tensor(0.7))
+    f, step = il.functional(model), il.inner_step(squares, il.optim.sgd(0.1), model)
+    state = il.State(f.params, {"scale": scale})
+    with pytest.raises(il.RequirementError, match="buffer 'scale'"):
+        il.unroll(step, state, il.Meta(), [data()], backward=backward)
+    with pytest.raises(il.RequirementError, match="buffer 'scale'"):
+        step(state, il.Meta(), data())
+    with pytest.raises(il.RequirementError, match="buffer 'scale'"):
+        f.bind(f.params, {"scale": scale})
+    with torch.no_grad():
+        il.unroll(step, state, il.Meta(), [data()], backward=backward)
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_buffer_that_requires_grad_is_refused_by_the_context(track):
+    model = Scaled(torch.tensor(0.7, requires_grad=True))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    if track:
+        with pytest.raises(il.RequirementError, match="buffer 'scale'"):
+            il.monkeypatch(model)
+    else:
+        with il.innerloop_ctx(model, optimizer, track_higher_grads=False) as (fmodel, diffopt):
+            diffopt.step(squares(fmodel, data()))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_statistics_that_steps_leave_behind_are_no_learned_buffers(backward, wrapped):
+    """A second unroll, and a measurement, take them as they come; also out of a step around one."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    f, made = il.functional(model), il.inner_step(squares, il.optim.sgd(0.1), model)
+    step = (lambda state, meta, batch: made(state, meta, batch)) if wrapped else made
+    state = il.State(f.params, f.buffers)
+    for _ in range(2):
+        state, _ = il.unroll(step, state, il.Meta(), [data()] * 3, backward=backward)
+    assert squares(f.bind(state.params, state.buffers), data()).requires_grad
+
+
+# Objects that hold tensors. ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Held:
+    """Not known to torch as a container."""
+
+    tensors: dict
+
+
+@dataclasses.dataclass
+class Registered:
+    tensors: dict
+
+
+torch.utils._pytree.register_dataclass(Registered)
+
+
+class Named(NamedTuple):
+    tensors: dict
+
+
+class Momentum(nn.Module):
+    """A learned optimizer with a state of some kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.rate, self.decay = (nn.Parameter(torch.tensor(v)) for v in (0.1, 0.8))
+
+    def init(self, params):
+        return self.kind({name: torch.zeros_like(p) for name, p in params.items()})
+
+    def update(self, params, grads, state):
+        kept = {name: self.decay * state.tensors[name] + g for name, g in grads.items()}
+        return {name: p - self.rate * kept[name] for name, p in params.items()}, self.kind(kept)
+
+
+OTHERS = [*STRATEGIES[1:], il.Remat(every=2), il.Truncated(2, il.Remat()), il.Auto("1GB")]
+
+
+def by_momentum(kind, backward):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, Momentum(kind), squares, (), backward)
+    return torch.autograd.grad(inner([data()] * 4, data()), list(inner.parameters()))
+
+
+@pytest.mark.parametrize("backward", OTHERS, ids=repr)
+def test_a_state_in_an_object_is_refused_and_in_a_container_it_is_right(backward):
+    truncated = isinstance(backward, il.Truncated)
+    expected = by_momentum(Named, il.Truncated(2) if truncated else il.Tape())
+    for kind in (Registered, Named):
+        torch.testing.assert_close(by_momentum(kind, backward), expected, rtol=1e-10, atol=0)
+    with pytest.raises(il.RequirementError, match=r"a Held.*Needed:.*register_dataclass\(Held\)"):
+        by_momentum(Held, backward)
+
+
+def test_a_state_in_an_object_is_right_with_the_tape():
+    found, expected = (by_momentum(kind, il.Tape()) for kind in (Held, Named))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Slotted:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def wrapped_in_a_set(tensor):
+    return {tensor}
+
+
+HIDING = [Held, Slotted, wrapped_in_a_set, lambda t: Slotted([{"deep": (Held(t),)}])]
+
+
+@pytest.mark.parametrize("hide", HIDING, ids=["dataclass", "slots", "set", "deep"])
+@pytest.mark.parametrize("backward", [*OTHERS[:3], il.Implicit(proximal=1.0)], ids=repr)
+def test_an_output_in_an_object_is_refused(backward, hide):
+    model = nn.Linear(3, 1)
+
+    def loss(model, batch):
+        return squares(model, batch), hide(model(batch[0]))
+
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, backward=backward)
+    with pytest.raises(il.RequirementError, match="object that holds tensors"):
+        inner.adapt([data()] * 2)
+    with torch.no_grad():
+        assert len(inner.adapt([data()] * 2).aux) == 2
+
+
+@pytest.mark.parametrize("backward", [*STRATEGIES, il.Truncated(1)], ids=repr)
+def test_other_outputs_are_no_matter(backward):
+    model = nn.Linear(3, 1)
+    plain = {"word": "x", "count": 3, "none": None, "array": np.zeros(2), "object": object()}
+    plain |= {"held": Held({"count": 3}), "places": Held(torch.arange(3)), "function": squares}
+
+    def loss(model, batch):
+        return squares(model, batch), plain
+
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, ("lr",), backward)
+    aux = inner.adapt([data()] * 2).aux
+    assert all(found == [plain[name]] * 2 for name, found in aux.items() if name != "array")
+
+
+# Nothing to train. ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_frozen_weights_are_named_as_the_reason(backward):
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, ("lr",), backward)
+    model.requires_grad_(False)
+    with pytest.raises(il.RequirementError, match="frozen"):
+        inner([data()] * 2, data())
+
+
+class Another(nn.Module):
+    """Measures a model of its own instead of the one it is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 1)
+
+    def forward(self, model, batch):
+        return squares(self.other, batch)
+
+
+@pytest.mark.parametrize("backward", [il.Tape(), il.Forward()], ids=repr)
+def test_a_loss_of_another_model_is_refused(backward):
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), Another(), ("lr",), backward)
+    with pytest.raises(il.RequirementError, match="does not depend on any of the weights"):
+        inner([data()] * 2, data())

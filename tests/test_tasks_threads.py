@@ -1,5 +1,7 @@
 """Tasks in threads: the loop's numbers, what threads must not share, and what runs in a loop."""
 
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -8,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import innerloop as il
-from references import Net, batches, squares
+from references import Net, squares
 from test_errors import refuses
 from test_tasks import STEPS, TASKS, built, normed
 from ways import assert_same, gradients
@@ -376,23 +378,30 @@ def test_calls_from_several_threads_at_once():
         assert_same([losses], [expected])
 
 
-def test_an_inner_loop_inside_a_task():
-    """A loss that runs tasks itself must not wait for the threads it runs in."""
-    inner, train, val = built()
-    loss_batches = batches(1, TASKS)
+NESTED = """
+import torch
+from torch import nn
+import innerloop as il
 
-    def loss(model, batch):
-        with torch.no_grad():
-            inner(train, val, tasks=two())
-        return squares(model, batch)
+def squares(model, batch):
+    return (model(batch) - 1).square().mean()
 
-    outer, *_ = built(loss=loss)
-    done = []
+def built(loss):
+    model = nn.Linear(2, 1)
+    return il.InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
-    def call():
-        done.append(outer(loss_batches, val, tasks=two()))
+x = torch.ones(4, 3, 2)
+inner = built(squares)
 
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(20)
-    assert done, "the threads wait for each other"
+def loss(model, batch):
+    with torch.no_grad():
+        inner([x], x, tasks=il.tasks.threads(2))
+    return squares(model, batch)
+
+built(loss)([x], x, tasks=il.tasks.threads(2)).sum().backward()
+"""
+
+
+def test_tasks_in_threads_inside_a_task_in_a_thread():
+    """They must not wait for the threads they run in; in a process that can be ended if they do."""
+    subprocess.run([sys.executable, "-c", NESTED], check=True, timeout=40)

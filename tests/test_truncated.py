@@ -130,6 +130,31 @@ def test_a_meta_parameter_that_went_into_the_state_is_cut_there(within: Any) -> 
     assert not grads[0].any()
 
 
+@each_within
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_outputs_are_joined_as_those_of_the_tape(ragged: bool, k: int, within: Any) -> None:
+    """Lists, tuples and mappings of outputs, of one shape or of several."""
+    loop, train, _ = training()
+    batches = [*train, [t[:2] for t in train[0]] if ragged else train[0]]
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        found = model(batch[0])
+        more = [found, {"mean": found.mean(), "word": "x"}]
+        return squares(model, batch), more, (len(batch[0]), None)
+
+    found = []
+    for strategy in (il.Truncated(k, within=within), il.Tape()):
+        outs = Training(loop.model, loss).unrolled(batches, strategy)[1]
+        leaves, spec = torch.utils._pytree.tree_flatten(outs)
+        found.append((spec, [v for v in leaves if not isinstance(v, Tensor)]))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        assert all(t.requires_grad for t in tensors if t.dim() and len(t) == 4)
+        found.append(tensors)
+    assert found[0] == found[2]
+    assert_same(found[1], found[3])
+
+
 def test_early_steps_keep_no_graph() -> None:
     """As many tensors are held for the backward whatever comes before the last step."""
     loop, train, val = training()

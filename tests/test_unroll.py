@@ -150,6 +150,55 @@ def masked_step(state: il.State, meta: il.Meta, batch: Tensor) -> tuple[il.State
 
 
 @each_exact
+@pytest.mark.parametrize("learned", [True, False], ids=["optimizer", "step"])
+def test_a_state_whose_containers_are_written_to(learned: bool, backward: Any) -> None:
+    """New tensors put into the dictionary that was given, and that dictionary returned."""
+
+    def gradient(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain, train, val = training()
+        decay = torch.tensor(0.8, requires_grad=True)
+        if learned:
+            step: Any = il.inner_step(squares, WritesToItsState(), plain.model)
+            state, meta = il.State(plain.params), il.Meta({"decay": decay})
+            last, _ = il.unroll(step, state, meta, train, backward=strategy)
+            value = squares(plain.f.bind(last.params), val)
+        else:
+            start = {"sum": torch.zeros(2), "count": 0}
+            batches = list(torch.randn(4, 2))
+            last, _ = il.unroll(running_sum, start, decay, batches, backward=strategy)
+            assert start == {"sum": start["sum"], "count": 0} and not start["sum"].any()
+            value = last["sum"].square().sum() / last["count"]
+        return list(torch.autograd.grad(value, decay))
+
+    assert_same(gradient(backward), gradient(il.Tape()))
+
+
+class WritesToItsState(nn.Module):
+    """A learned optimizer, as one would write it for ordinary training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.0))
+
+    def init(self, params: Any) -> Any:
+        return {"kept": {name: torch.zeros_like(p) for name, p in params.items()}, "count": 0}
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        state["count"] += 1
+        for name, grad in grads.items():
+            state["kept"][name] = self.decay * state["kept"][name] + grad
+            params[name] = params[name] - 0.1 / state["count"] * state["kept"][name]
+        return params, state
+
+
+def running_sum(state: Any, decay: Tensor, batch: Tensor) -> tuple[Any, Tensor]:
+    state["sum"] = decay * state["sum"] + torch.sin(batch * decay)
+    state["count"] += 1
+    return state, state["sum"]
+
+
+@each_exact
 def test_integer_boolean_and_constant_leaves(backward: Any) -> None:
     found = []
     for strategy in (backward, il.Tape()):

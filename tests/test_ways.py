@@ -146,7 +146,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("problem", ["quadratic", "norm"])
 def test_every_strategy_is_the_loops_tape(problem: str, backward: Any, engine: Engine) -> None:
-    if problem == "norm" and engine.unit is not None and backward != il.Binomial(1):
+    if problem == "norm" and engine.unit is not None:
         pytest.skip("seconds of recording, and the quadratic shows it")
     case = Case(problem, "Adam", "everything")
     assert_alike(outcome(case, engine, backward), by_loop(case))
@@ -168,20 +168,20 @@ def test_forward_mode_is_the_loops_tape(problem: str, engine: Engine) -> None:
     if engine.unit is None:
         assert_alike(outcome(case, engine, il.Forward()), by_loop(case))
         return
-    with pytest.warns(UserWarning, match=r"cannot be compiled: Forward\(\)"):
+    with pytest.warns(UserWarning, match="cannot be compiled: Forward"):
         actual = outcome(case, engine, il.Forward(), checked=False)
     assert_alike(actual, by_loop(case))
 
 
 @each_engine
-@pytest.mark.parametrize("solver", ["cg", "neumann", "gmres"])
+@pytest.mark.parametrize("solver", ["cg", "gmres"])
 def test_implicit_gradients_are_the_loops(solver: str, engine: Engine) -> None:
     """Tasks of different curvature, in one linear system or in one for each."""
 
     def run(engine: Engine) -> tuple[Tensor, list[Tensor]]:
         torch.manual_seed(0)
         model = nn.Linear(2, 1, bias=False)
-        optimizer = optim.SGD(model.parameters(), lr=0.3, weight_decay=0.1)
+        optimizer = optim.SGD(model.parameters(), lr=0.2, weight_decay=0.3)
         inner = il.InnerLoop(
             model,
             optimizer,
@@ -190,7 +190,7 @@ def test_implicit_gradients_are_the_loops(solver: str, engine: Engine) -> None:
             backward=il.Implicit(solver, tolerance=1e-13),
         )
         *train, val = [(torch.randn(TASKS, 5, 2), torch.randn(TASKS, 5, 1)) for _ in range(2)]
-        losses = engine.ready(inner)(train * 400, val, tasks=engine.way)
+        losses = engine.ready(inner)(train * 80, val, tasks=engine.way)
         return losses, gradients((losses * torch.linspace(0.5, 1.5, TASKS)).sum(), inner)
 
     expected_losses, expected = run(LOOP)

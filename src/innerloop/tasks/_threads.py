@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, Way, warn_of_loop
 
 T = TypeVar("T")
+_local = threading.local()
 
 
 @dataclasses.dataclass
@@ -180,15 +182,21 @@ class _Join(torch.autograd.Function):
 
 def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
     """``function`` of each item, by several threads, one core for each."""
+    if getattr(_local, "at_work", False):
+        # In a task of other tasks: the threads are taken, and would wait for themselves.
+        return [function(item) for item in items]
     with _one_core_each():
         return list(_pool(count).map(function, items))
 
 
 @functools.cache
 def _pool(count: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(
-        count, "innerloop-tasks", initializer=lambda: torch.set_num_threads(1)
-    )
+    return concurrent.futures.ThreadPoolExecutor(count, "innerloop-tasks", initializer=_begin)
+
+
+def _begin() -> None:
+    _local.at_work = True
+    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,440 @@
+"""Tasks in one batched computation: own random numbers and statistics, and what cannot be batched."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import innerloop as il
+from references import Net, batches, squares
+from test_errors import refuses
+from test_tasks import STEPS, TASKS, built, normed
+from ways import assert_same, gradients
+
+LOOP = il.tasks.loop()
+
+
+def assert_alike(inner, train, val, way=None):
+    found = []
+    for each in (il.tasks.vmap() if way is None else way, LOOP):
+        losses = inner(train, val, tasks=each)
+        weighted = (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
+        found.append(([losses], gradients(weighted, inner)))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+# Dropout. ---------------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """Two equal inputs, one masked."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(2, 8), nn.Dropout(p), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(x)))
+
+
+def test_masks_differ_between_tasks():
+    """Tasks with the same data would be the same without."""
+    model = Seen()
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    x, y = torch.randn(1, 5, 2).expand(4, -1, -1), torch.randn(1, 5, 1).expand(4, -1, -1)
+    losses = inner.adapt([(x, y)] * 2, tasks=il.tasks.vmap()).losses
+    assert len(losses[:, 0].unique()) == 4
+    assert len(losses.flatten().unique()) == 8
+    inner.eval()
+    losses = inner.adapt([(x, y)] * 2, tasks=il.tasks.vmap()).losses
+    assert_same([losses], [losses[:1].expand(4, -1)])
+
+
+def test_masks_are_reproducible_and_the_gradient_is_of_them():
+    model = Seen()
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, ("init", "lr"))
+    *train, val = batches(3, TASKS)
+
+    def value():
+        torch.manual_seed(5)
+        return inner(train, val, tasks=il.tasks.vmap()).sum()
+
+    assert torch.equal(value(), value())
+    from references import assert_derivative
+
+    assert_derivative(value, inner.parameters())
+
+
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1)], ids=repr)
+def test_masks_are_the_same_when_steps_are_computed_again(backward):
+    found = []
+    for strategy in (il.Tape(), backward):
+        torch.manual_seed(0)
+        model = Seen()
+        inner = il.InnerLoop(
+            model, optim.Adam(model.parameters(), lr=0.1), squares, ("init", "lr"), strategy
+        )
+        *train, val = batches(4, TASKS)
+        losses = inner(train, val, tasks=il.tasks.vmap())
+        found.append([losses, *gradients(losses.sum(), inner)])
+    assert_same(*found)
+
+
+# Running statistics. ----------------------------------------------------------------------------
+
+
+def convolutional(**options):
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2)),
+        nn.Conv1d(1, 3, 2, bias=False),
+        nn.BatchNorm1d(3, **options),
+        nn.Flatten(),
+        nn.Tanh(),
+        nn.Linear(3, 1),
+    )
+
+
+@pytest.mark.parametrize("make", [normed, convolutional])
+def test_running_statistics_of_each_task_are_the_loops(make):
+    inner, train, val = built(make, optim.Adam, warm=2)
+    found, expected = (inner.adapt(train, tasks=way) for way in (il.tasks.vmap(), LOOP))
+    assert found.buffers.keys() == expected.buffers.keys()
+    for name, buffer in expected.buffers.items():
+        assert found.buffers[name].dtype == buffer.dtype
+        assert_same([found.buffers[name].double()], [buffer.double()])
+    assert not torch.equal(*list(found.buffers.values())[0][:2])
+
+
+def test_frozen_statistics_stay():
+    inner, train, val = built(normed, optim.Adam, warm=2)
+    way = il.tasks.vmap(running_stats="frozen")
+    before = {name: b.clone() for name, b in inner.model.named_buffers()}
+    adapted = inner.adapt(train, tasks=way)
+    for name, buffer in before.items():
+        for each in adapted.buffers[name]:
+            assert torch.equal(each, buffer)
+    assert_alike(inner, train, val, way)
+
+
+def test_frozen_statistics_and_other_buffers():
+    """Only those of norms stay."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = normed()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.net(x)
+
+    inner, train, _ = built(Counting)
+    adapted = inner.adapt(train, tasks=il.tasks.vmap(running_stats="frozen"))
+    assert adapted.buffers["calls"].tolist() == [STEPS] * TASKS
+    assert adapted.buffers["net.1.num_batches_tracked"].tolist() == [0] * TASKS
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_the_momentum_of_statistics(momentum):
+    inner, train, val = built(lambda: convolutional(momentum=momentum))
+    found, expected = (inner.adapt(train, tasks=way) for way in (il.tasks.vmap(), LOOP))
+    for name, buffer in expected.buffers.items():
+        assert_same([found.buffers[name].double()], [buffer.double()])
+
+
+def test_norms_that_use_their_statistics():
+    inner, train, val = built(normed, warm=3)
+    inner.eval()
+    assert_alike(inner, train, val)
+
+
+def test_one_example_in_training_is_refused_as_by_torch():
+    inner, train, val = built(normed)
+    train = [tuple(p[:, :1] for p in b) for b in train]
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        inner(train, val, tasks=LOOP)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="more than 1 value"):
+        inner(train, val, tasks=il.tasks.vmap())
+
+
+def test_the_users_model_is_never_changed():
+    inner, train, val = built(normed, optim.Adam, warm=2)
+    kinds = [type(m) for m in inner.model.modules()]
+    before = repr((inner.model.state_dict(), inner.optimizer.state_dict(), vars(inner.model[1])))
+    inner(train, val, tasks=il.tasks.vmap()).sum().backward()
+    inner.zero_grad()
+    assert [type(m) for m in inner.model.modules()] == kinds
+    now = repr((inner.model.state_dict(), inner.optimizer.state_dict(), vars(inner.model[1])))
+    assert now == before
+
+
+# What cannot be batched. ------------------------------------------------------------------------
+
+
+class Looking(nn.Module):
+    """Looks at values."""
+
+    def forward(self, x):
+        return x if x.sum().item() > 0 else 2 * x
+
+
+def unbatchable():
+    return nn.Sequential(nn.Linear(2, 3), Looking(), nn.Linear(3, 1))
+
+
+def test_a_model_that_cannot_be_batched_warns_once_and_is_the_loop():
+    inner, train, val = built(unbatchable)
+    way = il.tasks.vmap()
+    with pytest.warns(UserWarning, match="layer Looking") as found:
+        losses = inner(train, val, tasks=way)
+    assert len(found) == 1
+    assert_alike(inner, train, val, way)  # without a warning
+    expected = inner(train, val, tasks=LOOP)
+    assert_same(gradients(losses.sum(), inner), gradients(expected.sum(), inner))
+
+
+def test_after_one_refusal_another_model_is_batched():
+    """What one model cannot do says nothing about another one."""
+    inner, train, val = built(unbatchable)
+    way = il.tasks.vmap()
+    with pytest.warns(UserWarning, match="Looking"):
+        inner(train, val, tasks=way)
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[0].dim())
+        assert torch._C._are_functorch_transforms_active()
+        return squares(model, batch)
+
+    other, *_ = built(loss=loss)
+    other(train, val, tasks=way)
+    third, *_ = built(unbatchable)
+    with pytest.warns(UserWarning, match="Looking"):
+        third(train, val, tasks=way)
+
+
+def test_a_loss_that_looks_at_values():
+    def loss(model, batch):
+        found = squares(model, batch)
+        return found if found > 0.1 else 2 * found
+
+    inner, train, val = built(loss=loss)
+    with pytest.warns(UserWarning, match="the loss"):
+        losses = inner(train, val, tasks=il.tasks.vmap())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_a_validation_loss_that_looks_at_values():
+    def measure(model, batch):
+        found = squares(model, batch)
+        return found if found.item() > 0.1 else 2 * found
+
+    inner, train, val = built(val_loss=measure)
+    with pytest.warns(UserWarning, match="the loss"):
+        losses = inner(train, val, tasks=il.tasks.vmap())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_an_error_of_the_users_is_not_hidden():
+    def loss(model, batch):
+        return squares(model, batch) + batch[2]
+
+    inner, train, val = built(loss=loss)
+    with pytest.raises(IndexError):
+        inner(train, val, tasks=il.tasks.vmap())
+    inner, train, val = built(lambda: nn.Linear(7, 1))
+    with pytest.warns(UserWarning, match="Linear"), pytest.raises(RuntimeError, match="shapes"):
+        inner(train, val, tasks=il.tasks.vmap())
+
+
+def test_a_loss_of_several_values_is_refused():
+    inner, train, val = built(loss=lambda m, b: (m(b[0]) - b[1]).square())
+    for way in (il.tasks.vmap(), LOOP):
+        with refuses("loss"):
+            inner(train, val, tasks=way)
+
+
+def test_a_policy_that_is_none():
+    with refuses("running_stats='shared'"):
+        il.tasks.vmap(running_stats="shared")
+
+
+# Everything else that a call can be. ------------------------------------------------------------
+
+
+def test_learned_data_has_its_gradient():
+    inner, train, val = built()
+    leaves = [train[0][0].requires_grad_(), val[1].requires_grad_()]
+    found = []
+    for way in (il.tasks.vmap(), LOOP):
+        found.append(torch.autograd.grad(inner(train, val, tasks=way).square().sum(), leaves))
+    assert_same(*found)
+
+
+def test_a_closed_over_tensor_has_its_gradient():
+    scale = torch.tensor(1.5, requires_grad=True)
+    inner, train, val = built(loss=lambda m, b: scale * squares(m, b))
+    found = []
+    for way in (il.tasks.vmap(), LOOP):
+        found.append(torch.autograd.grad(inner(train, val, tasks=way).sum(), [scale]))
+    assert_same(*found)
+
+
+def test_auxiliary_outputs():
+    inner, train, _ = built(
+        loss=lambda m, b: (squares(m, b), {"w": m.head.weight, "n": "word", "k": b[0].sum()})
+    )
+    found, expected = (inner.adapt(train, tasks=way).aux for way in (il.tasks.vmap(), LOOP))
+    assert found["n"] == expected["n"]
+    assert_same([found["w"], found["k"]], [expected["w"], expected["k"]])
+    assert_same(*(gradients(aux["w"].square().sum(), inner) for aux in (found, expected)))
+
+
+def test_adapted_models():
+    inner, train, val = built(normed, optim.Adam, warm=1)
+    found, expected = (inner.adapt(train, tasks=way) for way in (il.tasks.vmap(), LOOP))
+    assert_same(found.params.values(), expected.params.values())
+    assert_same([found.losses], [expected.losses])
+    assert_same([found(val[0])], [expected(val[0])])
+    assert repr(found.opt_state).count("tensor") == repr(expected.opt_state).count("tensor")
+    grads = [gradients((a(val[0]) ** 2).sum() + a.losses.sum(), inner) for a in (found, expected)]
+    assert_same(*grads)
+    model, optimizer = normed(), None
+    optimizer = optim.Adam(model.parameters())
+    found.each[1].write_to(model, optimizer)
+    assert_same(model.parameters(), expected.each[1].params.values())
+    states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    other = normed()
+    other_optimizer = optim.Adam(other.parameters())
+    expected.each[1].write_to(other, other_optimizer)
+    assert_same(states, [other_optimizer.state[p]["exp_avg"] for p in other.parameters()])
+
+
+def test_a_run_that_goes_on():
+    outcomes = []
+    for way in (il.tasks.vmap(), LOOP):
+        torch.manual_seed(3)
+        inner, train, val = built(learn=("lr",), backward=il.Truncated(1, carry=True))
+        values = [inner(train, val, tasks=way) for _ in range(3)]
+        outcomes.append([*values, *gradients(values[-1].sum(), inner)])
+    assert_same(*outcomes)
+
+
+def test_clipping_by_the_norm_of_one_task():
+    """The norm of a task's gradient, not of all tasks'."""
+    inner, train, val = built(grad_transform=il.clip_norm(0.05))
+    assert_alike(inner, train, val)
+
+
+def test_schedules_and_rates_of_steps():
+    learn = {"lr": il.Learn(per=("parameter", "step"), steps=STEPS), "init": True}
+    inner, train, val = built(learn=learn, schedule=lambda step: 0.5**step)
+    assert_alike(inner, train, val)
+
+
+def test_first_order():
+    inner, train, val = built(normed, optim.Adam, first_order=True)
+    assert_alike(inner, train, val)
+
+
+def test_a_single_task_and_zero_steps():
+    inner, train, val = built(learn=("init",))
+    assert_alike(inner, [], val)
+    train, val = [tuple(p[:1] for p in b) for b in train], tuple(p[:1] for p in val)
+    assert_alike(inner, train, val)
+
+
+def test_without_gradients():
+    inner, train, val = built(normed)
+    with torch.no_grad():
+        losses = inner(train, val, tasks=il.tasks.vmap())
+    assert not losses.requires_grad
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_a_second_derivative_of_the_meta_loss():
+    inner, train, val = built()
+    found = []
+    for way in (il.tasks.vmap(), LOOP):
+        grads = gradients(inner(train, val, tasks=way).sum(), inner, create_graph=True)
+        found.append(gradients(sum(g.square().sum() for g in grads), inner))
+    assert_same(*found)
+
+
+class Momentum(nn.Module):
+    """A learned optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(-2.0))
+        self.decay = nn.Parameter(torch.tensor(0.5))
+
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, params, grads, state):
+        state = {name: self.decay * s + grads[name] for name, s in state.items()}
+        return {n: p - self.rate.exp() * state[n] for n, p in params.items()}, state
+
+
+def test_a_learned_optimizer():
+    model = Net()
+    inner = il.InnerLoop(model, Momentum(), squares)
+    *train, val = batches(3, TASKS)
+    assert_alike(inner, train, val)
+    assert_alike(inner, train, val, il.tasks.threads(2))
+
+
+# il.batched. ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [il.Tape(), il.Remat(), il.Binomial(1)], ids=repr)
+def test_a_batched_step_is_the_step_of_each_task(backward):
+    model = normed()
+    f = il.functional(model)
+    rule = il.optim.adam(lr=0.1)
+    step = il.inner_step(squares, rule, model)
+    lr = torch.tensor(0.1, requires_grad=True)
+    params = {
+        n: (p.detach() + 0.1 * torch.randn(TASKS, *p.shape)).requires_grad_()
+        for n, p in f.params.items()
+    }
+    buffers = {n: b.expand(TASKS, *b.shape) for n, b in f.buffers.items()}
+    train = batches(3, TASKS)
+    meta = il.Meta({"lr": lr})
+    state, outs = il.unroll(il.batched(step), il.State(params, buffers), meta, train, backward)
+    assert outs.shape == (3, TASKS)
+    found = [*state.params.values(), outs]
+    grads = torch.autograd.grad(sum(v.square().sum() for v in found), [*params.values(), lr])
+    each = []
+    for t in range(TASKS):
+        start = il.State({n: p[t] for n, p in params.items()}, f.buffers)
+        each.append(il.unroll(step, start, meta, [tuple(p[t] for p in b) for b in train]))
+    expected = [torch.stack([s.params[n] for s, _ in each]) for n in params]
+    expected.append(torch.stack([o for _, o in each], 1))
+    assert_same(found, expected)
+    total = sum(v.square().sum() for v in expected)
+    assert_same(grads, torch.autograd.grad(total, [*params.values(), lr]))
+
+
+def test_a_step_of_the_users_own():
+    def step(state, meta, batch):
+        weight = state.params["w"]
+        new = weight - meta.opt["lr"] * (weight - batch).sin()
+        return il.State({"w": new}, time=state.time + 1), (new * batch).sum()
+
+    weight = torch.randn(TASKS, 2, requires_grad=True)
+    lr = torch.tensor(0.3, requires_grad=True)
+    train = [torch.randn(TASKS, 2) for _ in range(3)]
+    meta = il.Meta({"lr": lr})
+    start = il.State({"w": weight})
+    state, outs = il.unroll(il.batched(step), start, meta, train, backward=il.Remat())
+    assert state.time == 3
+    grads = torch.autograd.grad(state.params["w"].square().sum() + outs.sum(), [weight, lr])
+    found = [
+        il.unroll(step, il.State({"w": weight[t]}), meta, [b[t] for b in train])
+        for t in range(TASKS)
+    ]
+    total = sum(s.params["w"].square().sum() + o.sum() for s, o in found)
+    assert_same(grads, torch.autograd.grad(total, [weight, lr]))
