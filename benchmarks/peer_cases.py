@@ -197,6 +197,7 @@ CASES = (
 
 # --- tiny -------------------------------------------------------------------------------------
 
+TINY = "tiny: "
 _TINY: dict[str, dict[str, Any]] = {
     "a": {"tasks": 3, "steps": 2},
     "b": {"tasks": 3, "steps": 2},
@@ -214,7 +215,7 @@ def tiny(case: Case) -> Case:
     """The same computation, small: shows that everything runs, not how well."""
     first = {system: ways[:1] for system, ways in case.ways.items()}
     sizes = (_TINY_IMAGES if case.data == "images" else {}) | _TINY.get(case.name, {})
-    return replace(case, about=f"tiny: {case.about}", ways=first, **sizes)
+    return replace(case, about=f"{TINY}{case.about}", ways=first, **sizes)
 
 
 # --- growth -----------------------------------------------------------------------------------

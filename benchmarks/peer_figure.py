@@ -58,7 +58,8 @@ def _curves(axes: Axes, points: Points, axis: str) -> None:
 
 def draw(path: Path, points: Points) -> list[Path]:
     """A PNG and an SVG beside each other; nothing if nothing was measured."""
-    cases = list(dict.fromkeys(case for case, _ in points if not case.startswith(GROWTH)))
+    ours = [case for case, system in points if system == "innerloop"]
+    cases = [case for case in ours if not case.startswith(GROWTH)]
     swept = [
         axis for axis in AXES if any(case.startswith(f"{GROWTH} {axis} ") for case, _ in points)
     ]

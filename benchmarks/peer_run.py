@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -135,8 +136,15 @@ def _start(plan: Plan, case: Case, result: Result, stack: contextlib.ExitStack) 
     def clock(calls: int) -> float:
         return worker.ask("time", plan.limit, calls=calls)["seconds"]
 
+    def patient(calls: int) -> float:
+        """What fails in its rounds must not end those of the others."""
+        try:
+            return clock(calls)
+        except fresh.FailedError:
+            return math.nan
+
     result = result._replace(first=first["seconds"], remark=first["remark"])
-    return _Running(result, clock, timing.warm_up(clock))
+    return _Running(result, patient, timing.warm_up(clock))
 
 
 def time(plan: Plan, case: Case, results: list[Result]) -> list[Result]:
@@ -157,8 +165,14 @@ def time(plan: Plan, case: Case, results: list[Result]) -> list[Result]:
         total = sum(one.seconds * counts[name] for name, one in running.items())
         few = min(_MANY, max(_FEW, int(_SECONDS / total))) if running else 0
         times = timing.rounds(clocks, counts, plan.rounds or few)
-    found = {name: one.result._replace(times=times[name]) for name, one in running.items()}
+    found = {name: _timed(one.result, times[name]) for name, one in running.items()}
     return list((done | found).values())
+
+
+def _timed(result: Result, times: list[float]) -> Result:
+    if any(map(math.isnan, times)):
+        return result._replace(note="failed during the rounds")
+    return result._replace(times=times)
 
 
 # --- memory -----------------------------------------------------------------------------------

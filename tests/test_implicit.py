@@ -323,7 +323,7 @@ def test_a_loss_that_makes_leaves_of_its_own() -> None:
             out = model(x)
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             own = slope.square().sum() if on else len(x) * model.weight.square().sum()
-            return given.measured(model, batch) + 0.1 * own
+            return given.measured(model, (x, batch[1])) + 0.1 * own
 
         optimizer = torch.optim.SGD(given.model.parameters(), lr=0.05, weight_decay=0.3)
         inner = il.InnerLoop(given.model, optimizer, loss, ("weight_decay",), implicit("cg"))

@@ -13,15 +13,16 @@ PACKAGE = Path(innerloop.__file__).parent
 
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
-CORE = FOUNDATIONS | {"nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
-AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_memory"}
-STEP = {"state", "_evaluation", "_linearized", "_stationary", "step"}
+CORE = FOUNDATIONS | {"_tracing", "nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
+AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_mapped", "_memory"}
+STEP = {"state", "_evaluation", "_task_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
     "errors": set(),
     "_tree": set(),
     "_numerics": set(),
-    "nn": set(),
+    "_tracing": set(),
+    "nn": {"_tracing"},
     "_kernels": {"errors", "nn"},
     "_second_order": {"errors"},
     "_rebind": set(),
@@ -29,26 +30,29 @@ ALLOWED = {
     "optim": FOUNDATIONS,
     "_ambient": {"errors"},
     "_captured": FOUNDATIONS,
-    "_gradient": {"errors"},
+    "_gradient": {"errors", "_tracing"},
     "_linear": set(),
+    "_mapped": FOUNDATIONS,
     "_memory": FOUNDATIONS,
     "state": FOUNDATIONS,
     "_evaluation": CORE | AROUND | {"state"},
+    "_task_evaluation": CORE | AROUND | {"state", "_evaluation"},
     "_linearized": CORE | AROUND | {"state", "_evaluation"},
     "_stationary": {"errors", "optim"},
-    "step": CORE | AROUND | {"state", "_evaluation", "_linearized", "_stationary"},
+    "step": CORE | AROUND | (STEP - {"step"}),
     "backward": FOUNDATIONS | AROUND,
     "unroll": {"errors", "backward"},
     "learn": FOUNDATIONS | {"optim"},
     "schedules": {"errors", "learn"},
     "clipping": FOUNDATIONS,
-    "adapted": CORE | {"state", "tasks"},
-    "tasks": FOUNDATIONS,
+    "adapted": CORE | {"_mapped", "state", "tasks"},
+    "tasks": FOUNDATIONS | AROUND,
     "prepared": LOOP,
     "_parts": {"errors", "learn"},
-    "inner_loop": LOOP | {"prepared", "_parts"},
+    "compiled": LOOP | {"prepared"},
+    "inner_loop": LOOP | {"prepared", "compiled", "_parts"},
     "meta_update": {"errors", "inner_loop", "unroll"},
-    "diagnose": LOOP | {"inner_loop"},
+    "diagnose": LOOP | {"prepared", "inner_loop"},
     "plot": LOOP | {"inner_loop", "diagnose"},
     "fmodel": FOUNDATIONS | {"_kernels", "_rebind", "functional"},
     "diffopt": CORE | {"_gradient", "fmodel"},

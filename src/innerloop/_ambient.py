@@ -40,16 +40,21 @@ class Unwritten:
         for reference, version in self._versions.values():
             tensor = reference()
             if tensor is not None and tensor._version != version:
-                raise InnerLoopError(
-                    four_part(
-                        f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of "
-                        "a batch) was written to in place between the forward and the backward.",
-                        "the values the inner loop ran with.",
-                        "the backward computes its steps a second time from them.",
-                        "backward() before optimizer.step() or before reusing a buffer, or a "
-                        ".clone() of what is overwritten.",
-                    )
-                )
+                raise written(tensor)
+
+
+def written(tensor: Tensor) -> InnerLoopError:
+    """The error for a tensor that was written to too early."""
+    return InnerLoopError(
+        four_part(
+            f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of a batch) "
+            "was written to in place between the forward and the backward.",
+            "the values the inner loop ran with.",
+            "the backward computes its steps a second time from them.",
+            "backward() before optimizer.step() or before reusing a buffer, or a .clone() of what "
+            "is overwritten.",
+        )
+    )
 
 
 class Randomness:

@@ -65,7 +65,7 @@ def _layer(error: BaseException) -> str:
     found, trace = "the loss", error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
+        if isinstance(module, nn.Module) and type(module).__module__ != "innerloop.inner_loop":
             found = f"the layer {type(module).__name__}"
         trace = trace.tb_next
     return found
@@ -88,12 +88,17 @@ def sliced(tree: Any, task: int) -> Any:
     return _tree.map(lambda v: v[task] if isinstance(v, Tensor) else v, tree)
 
 
-def stacked(trees: list[Any], is_leaf: Any = None) -> Any:
-    """The trees of several tasks as one; what is not a tensor becomes a list."""
+def stacked(trees: list[Any], is_leaf: Any = None, shared: bool = False) -> Any:
+    """The trees of several tasks as one; what is not a tensor becomes a list.
+
+    With ``shared`` it is the same in all tasks, and stays one.
+    """
     flat = [_tree.flatten(tree, is_leaf) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     leaves = [
-        torch.stack(list(c)) if isinstance(c[0], Tensor) else (c[0] if c[0] is None else list(c))
+        torch.stack(list(c))
+        if isinstance(c[0], Tensor)
+        else (c[0] if c[0] is None or shared else list(c))
         for c in columns
     ]
     return _tree.unflatten(leaves, flat[0][1])

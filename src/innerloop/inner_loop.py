@@ -222,12 +222,13 @@ class InnerLoop(nn.Module):
             self.first_order,
             self.backward,
             self.learned,
-            len(batches),
             torch.is_autocast_enabled("cpu"),
         )
-        if self._carried:
-            raise NotCompilableError("a run is carried over from call to call")
-        run = compiler.known(key, lambda: self.prepared(len(batches)), self._is_fresh())
+        if isinstance(self.backward, Truncated) and self.backward.carry:
+            raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
+        run = compiler.known(
+            (key, len(batches)), lambda: self.prepared(len(batches)), self._is_fresh()
+        )
         run = dataclasses.replace(run, meta=self.meta(run.step.rule))
         if way is None:
             return compiler.loss(run, batches, val, self._value, key)

@@ -99,7 +99,7 @@ class TaskRun:
         """The same for all tasks at once; everything has a leading task axis."""
         step = dataclasses.replace(batched(self.prepared.step), frozen=frozen)  # type: ignore[type-var]
         start = spread(self.prepared.state, self.count)
-        carried = None if self.carried is None else stacked(list(self.carried))
+        carried = None if self.carried is None else stacked(list(self.carried), shared=True)
         run = dataclasses.replace(self.prepared, step=step, state=start)
         state, outs = run.unrolled(self.batches, carried)
         outs = _tree.map(lambda v: v.transpose(0, 1) if isinstance(v, Tensor) else v, outs)

@@ -47,7 +47,8 @@ class InnerStep:
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         _check_arguments(state, meta)
-        self.check_state(state)
+        if not active():
+            self.check_state(state)
         try:
             new = self._taken(state, meta, batch)
             watch = _captured.current()
@@ -68,7 +69,7 @@ class InnerStep:
 
     def check_state(self, state: State) -> None:
         """Refuse buffers that require grad, wherever they are, if a gradient is wanted."""
-        if not torch.is_grad_enabled() or active():
+        if not torch.is_grad_enabled():
             return
         given = state.buffers
         parts = {"": self.model, "loss:": self.loss_model, "optimizer:": self.rule_model}

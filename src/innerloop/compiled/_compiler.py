@@ -59,9 +59,11 @@ class Compiler:
 
     def known(self, key: Any, make: Callable[[], Prepared], alike: bool) -> Prepared:
         """What a call is made of; what was made for the last one if they are alike."""
-        if not alike or self._last is None or self._last[0] != key:
-            self._last = (key, make())
-        return self._last[1]
+        if alike and self._last is not None and self._last[0] == key:
+            return self._last[1]
+        made = make()
+        self._last = (key, made) if alike else None
+        return made
 
     def __deepcopy__(self, memo: Any) -> Compiler:
         return Compiler(self.unit, self.options, self.backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,20 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
-_DEPTH = 6
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_DEPTH = 8
+_MOST = 5000  # values: a look at everything must not take longer than the program
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
 
 
 def fingerprint(*roots: Any) -> tuple[Any, ...]:
     """Values that differ if a program recorded from ``roots`` could be another one.
 
     Numbers, strings and flags by value; tensors and everything else by identity. Followed are
-    closures, globals that functions name, defaults, partials, bound objects, containers and
-    attributes, to some depth.
+    closures, globals that functions name, defaults, partials, bound objects, containers,
+    attributes, and the methods and attributes of classes, to some depth.
     """
     seen: set[int] = set()
-    return tuple(v for root in roots for v in _values(root, _DEPTH, seen))
+    found = (v for root in roots for v in _values(root, _DEPTH, seen))
+    return tuple(itertools.islice(found, _MOST))
 
 
 def _values(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
@@ -34,8 +39,8 @@ def _values(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         yield id(value), value.requires_grad
         return
     # Containers may have been made for the occasion.
-    yield type(value) if isinstance(value, Mapping | list | tuple | set | frozenset) else id(value)
-    if id(value) in seen or depth == 0 or isinstance(value, types.ModuleType):
+    yield type(value) if isinstance(value, _CONTAINERS) else id(value)
+    if id(value) in seen or depth == 0:
         return
     seen.add(id(value))
     for part in _parts(value):
@@ -55,22 +60,54 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple | set | frozenset):
         yield from value
     elif isinstance(value, nn.Module):
-        for name, attribute in vars(value).items():
-            if name not in _INTERNAL:
-                yield attribute
-        for hooks in (value._forward_hooks, value._forward_pre_hooks):
-            yield from hooks.values()
-        for tensors in (value._parameters, value._buffers):
-            yield from tensors.values()
-        yield from value._modules.values()
+        yield from _parts_of_module(value)
     elif isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
             yield {name: v for name, v in group.items() if name != "params"}
-    elif not isinstance(value, types.BuiltinFunctionType):
+    elif isinstance(value, type):
+        yield from _parts_of_class(value)
+    elif not isinstance(value, types.BuiltinFunctionType | types.ModuleType | types.CodeType):
         yield from getattr(value, "__dict__", {}).values()
+        yield from (getattr(value, name, None) for name in _slots(type(value)))
+        yield type(value)
+
+
+def _parts_of_module(module: nn.Module) -> Iterator[Any]:
+    for name, attribute in vars(module).items():
+        if name not in _INTERNAL:
+            yield attribute
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        yield from hooks.values()
+    for tensors in (module._parameters, module._buffers):
+        yield from tensors.values()
+    yield from module._modules.values()
+    yield type(module)
+
+
+def _parts_of_class(kind: type) -> Iterator[Any]:
+    """Plain attributes and methods, of classes that are not a library's."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for member in vars(base).values():
+            if isinstance(member, staticmethod | classmethod):
+                yield member.__func__
+            elif isinstance(member, property):
+                yield member.fget
+            elif isinstance(member, (*_PLAIN, *_CONTAINERS, Tensor, types.FunctionType)):
+                yield member
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = itertools.chain.from_iterable([n] if isinstance(n, str) else n for n in found)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+    if function.__module__.partition(".")[0] in _LIBRARIES:
+        return
     yield function.__code__
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -79,7 +116,15 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:
             yield None
-    for name in function.__code__.co_names:
+    yield from _globals(function, function.__code__)
+
+
+def _globals(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]:
+    """What a function, or one defined in it, finds by name in its module."""
+    for name in code.co_names:
         found = function.__globals__.get(name)
-        if isinstance(found, (*_PLAIN, Tensor, list, dict, tuple, types.FunctionType)):
+        if found is not None and not isinstance(found, types.ModuleType):
             yield found
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals(function, constant)

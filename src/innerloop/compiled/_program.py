@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._ambient import devices_of, preserved, written
 from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 
@@ -28,7 +29,7 @@ class Recorded:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         self.inputs = [t.detach() for t in inputs]
-        with tracing(), _one_error():
+        with tracing(), _one_error(), preserved(devices_of(inputs)):
             self.graph = make_fx(function)(*self.inputs)
         self.graph.graph.eliminate_dead_code()
         for node in self.graph.graph.nodes:
@@ -63,6 +64,22 @@ def _one_error() -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NotCompilableError(lines[0]) from error
+
+
+class Values:
+    """The tensors that a program ran with, for a backward that runs one again."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [t.detach() for t in tensors]
+        self._versions = [t._version for t in self._tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """They; an error if one was written to."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise written(tensor)
+        return self._tensors
 
 
 class Programs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._tree import differentiable
-from innerloop.compiled._program import Flat, Layout, Programs, Recorded
+from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
 from innerloop.compiled._whole import refuse_strangers
 
 
@@ -24,10 +24,10 @@ class _Pull(NamedTuple):
 class _Result:
     """The place of a tensor among the results of a step."""
 
-    def __init__(self, tensor: Tensor, of_state: bool) -> None:
+    def __init__(self, tensor: Tensor, of_state: bool, followed: bool) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.of_state = of_state
-        self.differentiable = differentiable(tensor)
+        self.differentiable = followed and differentiable(tensor)
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -45,6 +45,7 @@ class CompiledStep:
         self.size = 0
         """How many operations the last program has, without its derivative."""
         self.identity, self.roots = step.identity, step.roots
+        self.check_state, self.constants = step.check_state, step.constants
 
     def __call__(self, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
         state, (out,) = self.many(state, meta, [batch])
@@ -105,10 +106,10 @@ class _Pair:
         return sum(isinstance(leaf, _Result) for leaf in self.leaves)
 
     def __call__(self, layout: Layout) -> Sequence[Tensor]:
-        values = [t.detach() for t in layout.tensors]
+        values = Values(layout.tensors)
         if torch.is_grad_enabled() and any(layout.requiring):
             return _Step.apply(self, values, *layout.tensors)  # type: ignore[return-value]
-        return self.forward(*values)
+        return self.forward(*values.tensors)
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         state, metas, batches = self.layout.rebuilt(tensors)
@@ -117,9 +118,11 @@ class _Pair:
             state, out = self.step(state, meta, batch)
             outs.append(out)
         of_state = len(_tree.flatten(state)[0])
+        buffers = {id(b) for b in state.buffers.values()}
         leaves, self.spec = _tree.flatten((state, outs))
         self.leaves = [
-            _Result(v, i < of_state) if isinstance(v, Tensor) else v for i, v in enumerate(leaves)
+            _Result(v, i < of_state, id(v) not in buffers) if isinstance(v, Tensor) else v
+            for i, v in enumerate(leaves)
         ]
         return [v for v in leaves if isinstance(v, Tensor)]
 
@@ -184,10 +187,10 @@ class _Pair:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pair: _Pair, values: list[Tensor], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, pair: _Pair, values: Values, *tensors: Tensor) -> Any:
         ctx.pair, ctx.values = pair, values
         ctx.set_materialize_grads(False)
-        results = pair.forward(*values)
+        results = pair.forward(*values.tensors)
         marks = [leaf.differentiable for leaf in pair.leaves if isinstance(leaf, _Result)]
         ctx.mark_non_differentiable(*(t for t, yes in zip(results, marks, strict=True) if not yes))
         return tuple(results)
@@ -199,4 +202,4 @@ class _Step(torch.autograd.Function):
                 "A compiled step cannot be differentiated twice; for an inner loop inside another "
                 "one, do not compile the inner one."
             )
-        return None, None, *ctx.pair.pulled(ctx.values, grads)
+        return None, None, *ctx.pair.pulled(ctx.values.tensors, grads)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured
-from innerloop.compiled._program import Flat, Layout, NotCompilableError, Programs, Recorded
+from innerloop.compiled._program import (
+    Flat,
+    Layout,
+    NotCompilableError,
+    Programs,
+    Recorded,
+    Values,
+)
 
 
 class TooLargeError(NotCompilableError):
@@ -38,7 +45,7 @@ def whole(
         lambda: _made(layout, function, limit, programs),
     )
     wanted = [t for t, used in zip(layout.tensors, program.used, strict=True) if used]
-    return _Whole.apply(program, [t.detach() for t in layout.tensors], *wanted)  # type: ignore[return-value]
+    return _Whole.apply(program, Values(layout.tensors), *wanted)  # type: ignore[return-value]
 
 
 def _made(
@@ -84,9 +91,9 @@ def refuse_strangers(outputs: list[Tensor], known: list[Tensor], since: int) -> 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: _Program, tensors: list[Tensor], *wanted: Tensor) -> Tensor:
-        losses, *ctx.grads = program.run(*tensors, program.ones)
-        ctx.program, ctx.tensors = program, tensors
+    def forward(ctx: Any, program: _Program, values: Values, *wanted: Tensor) -> Tensor:
+        losses, *ctx.grads = program.run(*values.tensors, program.ones)
+        ctx.program, ctx.values = program, values
         return losses
 
     @staticmethod
@@ -101,7 +108,7 @@ class _Whole(torch.autograd.Function):
             scale = g.flatten()[0]
             found = torch._foreach_mul(list(ctx.grads), scale)  # type: ignore[attr-defined]
         else:
-            found = ctx.program.run(*ctx.tensors, g.contiguous())[1:]
+            found = ctx.program.run(*ctx.values.tensors, g.contiguous())[1:]
         return None, None, *found
 
 
