@@ -792,7 +792,7 @@ def test_the_model_stays_as_it_is():
 
 
 def test_adapting_is_not_compiled_and_right():
-    inner, train, val = built()
+    inner, train, _ = built()
     adapted = inner.adapt(train, tasks=True)
     inner._compiler = None
     assert_same([adapted.losses], [inner.adapt(train, tasks=il.tasks.loop()).losses])

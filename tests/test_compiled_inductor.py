@@ -115,7 +115,9 @@ def test_by_differences():
 
 
 def test_without_tasks():
-    inner, train, val = built(make=lambda m: optim.SGD(m.parameters(), lr=0.1), learn=("init", "lr"))
+    inner, train, val = built(
+        make=lambda m: optim.SGD(m.parameters(), lr=0.1), learn=("init", "lr")
+    )
     train, val = [tuple(p[0] for p in b) for b in train], tuple(p[0] for p in val)
     value = inner(train, val)
     expected = [value, *gradients(value, inner)]

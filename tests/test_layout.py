@@ -13,7 +13,15 @@ PACKAGE = Path(innerloop.__file__).parent
 
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
 FOUNDATIONS = {"_tree", "_numerics", "errors"}
-CORE = FOUNDATIONS | {"_tracing", "nn", "_kernels", "_rebind", "_second_order", "functional", "optim"}
+CORE = FOUNDATIONS | {
+    "_tracing",
+    "nn",
+    "_kernels",
+    "_rebind",
+    "_second_order",
+    "functional",
+    "optim",
+}
 AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_mapped", "_memory"}
 STEP = {"state", "_evaluation", "_task_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}

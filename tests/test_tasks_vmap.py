@@ -1,11 +1,11 @@
-"""Tasks in one batched computation: own random numbers and statistics, and what cannot be batched."""
+"""Tasks in one batched computation: their own masks and statistics, and what cannot be batched."""
 
 import pytest
 import torch
 from torch import nn, optim
 
 import innerloop as il
-from references import Net, batches, squares
+from references import Net, assert_derivative, batches, squares
 from test_errors import refuses
 from test_tasks import STEPS, TASKS, built, normed
 from ways import assert_same, gradients
@@ -60,8 +60,6 @@ def test_masks_are_reproducible_and_the_gradient_is_of_them():
         return inner(train, val, tasks=il.tasks.vmap()).sum()
 
     assert torch.equal(value(), value())
-    from references import assert_derivative
-
     assert_derivative(value, inner.parameters())
 
 
@@ -96,13 +94,13 @@ def convolutional(**options):
 
 @pytest.mark.parametrize("make", [normed, convolutional])
 def test_running_statistics_of_each_task_are_the_loops(make):
-    inner, train, val = built(make, optim.Adam, warm=2)
+    inner, train, _ = built(make, optim.Adam, warm=2)
     found, expected = (inner.adapt(train, tasks=way) for way in (il.tasks.vmap(), LOOP))
     assert found.buffers.keys() == expected.buffers.keys()
     for name, buffer in expected.buffers.items():
         assert found.buffers[name].dtype == buffer.dtype
         assert_same([found.buffers[name].double()], [buffer.double()])
-    assert not torch.equal(*list(found.buffers.values())[0][:2])
+    assert not torch.equal(*next(iter(found.buffers.values()))[:2])
 
 
 def test_frozen_statistics_stay():
@@ -137,7 +135,7 @@ def test_frozen_statistics_and_other_buffers():
 
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_the_momentum_of_statistics(momentum):
-    inner, train, val = built(lambda: convolutional(momentum=momentum))
+    inner, train, _ = built(lambda: convolutional(momentum=momentum))
     found, expected = (inner.adapt(train, tasks=way) for way in (il.tasks.vmap(), LOOP))
     for name, buffer in expected.buffers.items():
         assert_same([found.buffers[name].double()], [buffer.double()])

@@ -101,10 +101,14 @@ def table() -> list[Any]:
 def _is_quick(case: Case, engine: Engine) -> bool:
     if case.learn != "everything":
         chosen = ("mlp", "SGD") if engine.unit is None else ("quadratic", "Adam")
-        return (case.problem, case.optimizer) == chosen or case.learn == "loss" and not engine.unit
-    if engine.unit is None or case.problem == "quadratic":
+        if case.learn == "loss":
+            return engine.unit is None
+        return (case.problem, case.optimizer) == chosen
+    if engine.unit is None or (case.problem == "quadratic" and case.optimizer != "Muon"):
         return True
-    return case.optimizer == ("Adam" if case.problem == "mlp" else "SGD")
+    quick = {"mlp", "norm", "convolution", "norm_bare", "learned_loss", "lstm"}
+    quick |= {"tied", "transformer", "frozen"} if engine.unit == "step" else set()
+    return case.problem in quick and case.optimizer == "SGD"
 
 
 @pytest.mark.parametrize(("case", "engine"), table())

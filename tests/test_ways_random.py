@@ -1,5 +1,7 @@
 """Ways to run tasks on random nets, numbers of tasks and steps: always the loop's gradient."""
 
+import itertools
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ def nets(draw):
     sizes = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
     activation = draw(st.sampled_from(ACTIVATIONS))
     layers: list[nn.Module] = []
-    for i, (before, after) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (before, after) in enumerate(itertools.pairwise(sizes)):
         normed = i < len(sizes) - 2 and draw(st.booleans())
         layers.append(nn.Linear(before, after, bias=not normed))
         if normed:
@@ -61,7 +63,7 @@ def outcome(inner, train, val, weights, way):
 
 
 @given(situations(), st.sampled_from([il.tasks.vmap, il.tasks.threads, il.tasks.auto]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_any_net_by_any_way(situation, make):
     *call, weights = situation
     losses, grads = outcome(*call, weights, make())
@@ -71,7 +73,7 @@ def test_any_net_by_any_way(situation, make):
 
 
 @given(situations(), st.sampled_from(["whole", "step"]))
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_any_net_compiled(situation, unit):
     inner, train, val, weights = situation
     expected_losses, expected = outcome(inner, train[:2], val, weights, il.tasks.loop())

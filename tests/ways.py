@@ -1,4 +1,4 @@
-"""The table of ways to run tasks, uncompiled and compiled, and how far two meta-gradients are apart."""
+"""The table of ways to run tasks, compiled or not, and how far two meta-gradients are apart."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def _norm(weights: Weights, name: str, x: Array) -> Array:
 
 
 def _larger(a: Array, b: Array) -> Array:
-    """Not `maximum`, whose derivative looks for the values that equal the result: compiled into
-    other code, they may be rounded differently, and none does."""
+    """Not a maximum, whose derivative looks for the values that equal the result. With a reshape
+    and `max`, compiled under `vmap`, the meta-gradient was wrong; see the README."""
     return jnp.where(a >= b, a, b)
 
 
