@@ -18,7 +18,7 @@ from test_errors import refuses
 from test_tasks_threads import dropping
 from ways import assert_same, gradients
 
-TASKS, STEPS = 3, 2
+TASKS = 3
 UNITS = ["whole", "step"]
 each_unit = pytest.mark.parametrize("unit", UNITS)
 
@@ -36,14 +36,14 @@ class Small(nn.Module):
         return torch.tanh(self.scale * x @ self.weight) + self.shift
 
 
-def built(unit="whole", loss=squares, model=None, make=None, tasks=(TASKS,), **options):
+def built(unit="whole", loss=squares, model=None, make=None, tasks=(TASKS,), steps=1, **options):
     model = Small() if model is None else model
     make = make or (lambda params: optim.SGD(params, lr=0.3))
     options.setdefault("learn", ("init", "lr"))
     inner = il.InnerLoop(model, make(model.parameters()), loss, **options)
     if unit is not None:
         inner.compile(unit, backend="eager")
-    *train, val = batches(STEPS + 1, *tasks)
+    *train, val = batches(steps + 1, *tasks)
     return inner, train, val
 
 
@@ -76,7 +76,7 @@ def assert_follows(inner, train, val, tasks=True, used=True):
 @each_unit
 @pytest.mark.parametrize("tasks", [True, False])
 def test_a_call_with_and_without_tasks(unit, tasks):
-    inner, train, val = built(unit, tasks=(TASKS,) if tasks else ())
+    inner, train, val = built(unit, tasks=(TASKS,) if tasks else (), steps=2)
     assert_follows(inner, train, val, tasks)
     assert inner._compiler.chosen == unit
     assert repr(inner._compiler).startswith(f"compile('{unit}'): {unit}, ")
@@ -165,11 +165,11 @@ def test_meta_training(unit):
 def test_learned_data_has_its_gradient(unit):
     inner, train, val = built(unit)
     leaf = train[0][0].requires_grad_()
-    losses = inner([train[0]] * 2, val, tasks=True)
+    losses = inner(train, val, tasks=True)
     (found,) = torch.autograd.grad(losses.sum(), [leaf])
     assert inner._compiler.used
     inner._compiler = None
-    losses = inner([train[0]] * 2, val, tasks=il.tasks.loop())
+    losses = inner(train, val, tasks=il.tasks.loop())
     assert_same([found], torch.autograd.grad(losses.sum(), [leaf]))
 
 
@@ -490,7 +490,7 @@ def test_dtypes():
 
 
 def test_which_batch_is_repeated():
-    inner, (first, second), val = built()
+    inner, (first, second), val = built(steps=2)
     for train in ([first, first], [first, second], [second, second], [second, first]):
         assert_follows(inner, train, val)
     assert count(inner) == 2
@@ -518,7 +518,7 @@ def test_another_shape_is_recorded_once(unit):
 
 @pytest.mark.parametrize("backward", [il.Tape(), il.Remat(), il.Binomial(1)], ids=repr)
 def test_any_number_of_steps_is_one_program(backward):
-    inner, train, val = built("step", backward=backward)
+    inner, train, val = built("step", backward=backward, steps=2)
     result(inner, train, val)
     before = count(inner)
     for steps in (1, 5):
@@ -528,7 +528,7 @@ def test_any_number_of_steps_is_one_program(backward):
 
 def test_rates_of_steps_and_schedules_are_one_program():
     learn = {"init": True, "lr": il.Learn(per="step", steps=6)}
-    inner, train, val = built("step", learn=learn, schedule=lambda step: 0.9**step)
+    inner, train, val = built("step", learn=learn, schedule=lambda step: 0.9**step, steps=2)
     result(inner, train, val)
     before = count(inner)
     assert_follows(inner, train * 3, val)
@@ -553,7 +553,7 @@ def test_a_scheduler_of_torch():
     for unit in UNITS:
         inner = il.InnerLoop(model, optimizer, squares, ("init",), schedule=schedule)
         inner.compile(unit, backend="eager")
-        *train, val = batches(3, TASKS)
+        *train, val = batches(2, TASKS)
         assert_follows(inner, train, val)
 
 
@@ -707,7 +707,9 @@ def test_a_run_that_goes_on(unit):
     outcomes = []
     for each in (unit, None):
         torch.manual_seed(3)
-        inner, train, val = built(each, learn=("lr",), backward=il.Truncated(1, carry=True))
+        inner, train, val = built(
+            each, learn=("lr",), backward=il.Truncated(1, carry=True), steps=2
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it may run uncompiled
             values = [inner(train, val, tasks=il.tasks.loop()) for _ in range(3)]

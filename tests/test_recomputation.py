@@ -367,6 +367,17 @@ def test_the_error_for_a_loss_that_does_not_repeat_says_what_to_do(backward: Any
         loop.grads(loop.value(train, val, backward))
 
 
+def test_a_weight_frozen_before_the_backward_is_noticed() -> None:
+    """The step that is computed again would train fewer weights than the one that was taken."""
+    loop, train, val = training()
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)
+    inner = il.InnerLoop(loop.model, optimizer, squares, ("lr",), il.Remat())
+    value = inner(train, val)
+    next(loop.model.parameters()).requires_grad_(False)
+    with pytest.raises(il.RequirementError, match="computed a second time"):
+        value.backward()
+
+
 def test_the_error_names_generators_of_ones_own() -> None:
     plain, train, val = training()
     loop = Training(plain.model, OwnGenerator())

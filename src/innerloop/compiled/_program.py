@@ -14,6 +14,7 @@ from innerloop import _tree
 from innerloop._ambient import devices_of, preserved, written
 from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
+from innerloop._tree import differentiable
 
 Flat = Callable[..., Sequence[Tensor]]
 
@@ -31,7 +32,9 @@ class Recorded:
         self.inputs = [t.detach() for t in inputs]
         with tracing(), _one_error(), preserved(devices_of(inputs)):
             self.graph = make_fx(function)(*self.inputs)
+        _without_alpha(self.graph.graph)
         self.graph.graph.eliminate_dead_code()
+        self.graph.recompile()
         for node in self.graph.graph.nodes:
             node.meta.clear()  # Examples of values, each of a mode of its own; others are made.
             tags = getattr(node.target, "tags", ())
@@ -51,7 +54,43 @@ class Recorded:
         import torch._inductor
 
         with torch.no_grad(), _one_error():
-            return torch._inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[return-value]
+            program: Any = torch._inductor.compile(self.graph, self.inputs, options=options)
+            self._check(program)
+        return program
+
+    def _check(self, program: Flat) -> None:
+        """Compilers have defects: a program that computes something else is not used."""
+        pairs = [
+            (found, expected)
+            for found, expected in zip(program(*self.inputs), self.graph(*self.inputs), strict=True)
+            if differentiable(expected)
+        ]
+        largest = max(
+            (expected.abs().max().item() for _, expected in pairs if expected.numel()), default=0
+        )
+        for found, expected in pairs:
+            tolerance = {8: 1e-7, 4: 1e-3}.get(expected.dtype.itemsize, 1e-1)
+            scale = expected.norm().item() + 1e-5 * largest
+            if not (found - expected).nan_to_num().norm().item() <= tolerance * scale:
+                raise NotCompilableError(
+                    "the compiled program gave another result than what it was compiled from"
+                )
+
+
+def _without_alpha(graph: torch.fx.Graph) -> None:
+    """Write ``a + alpha * b`` out.
+
+    torch 2.13's inductor fuses ``add(a, b @ c, alpha=...)`` into one operation and silently leaves
+    the factor out.
+    """
+    aten = torch.ops.aten
+    sums = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
+    for node in list(graph.nodes):
+        alpha = node.kwargs.get("alpha", 1) if node.target in sums else 1
+        if alpha != 1:
+            with graph.inserting_before(node):
+                scaled = graph.call_function(aten.mul.Tensor, (node.args[1], alpha))
+            node.args, node.kwargs = (node.args[0], scaled), {}
 
 
 @contextlib.contextmanager
