@@ -7,6 +7,7 @@ calls in the tests of tasks, and these to plain training and to differences in t
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -106,8 +107,9 @@ def _is_quick(case: Case, engine: Engine) -> bool:
         return (case.problem, case.optimizer) == chosen
     if engine.unit is None or (case.problem == "quadratic" and case.optimizer != "Muon"):
         return True
-    quick = {"mlp", "norm", "convolution", "norm_bare", "learned_loss", "lstm"}
-    quick |= {"tied", "transformer", "frozen"} if engine.unit == "step" else set()
+    quick = {"mlp", "norm"}
+    if engine.unit == "step":
+        quick |= {"convolution", "norm_bare", "lstm", "tied", "frozen", "learned_loss"}
     return case.problem in quick and case.optimizer == "SGD"
 
 
@@ -116,8 +118,12 @@ def test_every_way_is_the_loop(case: Case, engine: Engine) -> None:
     assert_alike(outcome(case, engine), by_loop(case))
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
-@pytest.mark.parametrize("problem", ["lstm", "LBFGS"])
+@pytest.mark.parametrize(
+    ("problem", "engine"),
+    [(p, e) for p in ("lstm", "LBFGS") for e in ENGINES if not (p == "lstm" and e.unit)]
+    + [pytest.param("lstm", WHOLE, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_what_cannot_be_batched_has_the_loops_result(problem: str, engine: Engine) -> None:
     """With a warning that names it, or compiled in a loop over the tasks."""
     lstm = problem == "lstm"
@@ -146,12 +152,18 @@ STRATEGIES = [
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
 
 
-@each_engine
-@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
-@pytest.mark.parametrize("problem", ["quadratic", "norm"])
+def strategies() -> list[Any]:
+    """On two problems; where recording takes seconds, those that are compiled differently."""
+    found: list[Any] = [("norm", b, e) for b in STRATEGIES for e in ENGINES if e.unit is None]
+    for backward, engine in itertools.product(STRATEGIES, ENGINES):
+        alike = isinstance(backward, il.Tape | il.Remat | il.Auto) or backward == il.Truncated(1000)
+        marks = (pytest.mark.slow,) if engine.unit and alike else ()
+        found.append(pytest.param("quadratic", backward, engine, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("problem", "backward", "engine"), strategies(), ids=str)
 def test_every_strategy_is_the_loops_tape(problem: str, backward: Any, engine: Engine) -> None:
-    if problem == "norm" and engine.unit is not None:
-        pytest.skip("seconds of recording, and the quadratic shows it")
     case = Case(problem, "Adam", "everything")
     assert_alike(outcome(case, engine, backward), by_loop(case))
 
@@ -166,9 +178,8 @@ def test_truncation_is_the_loops(backward: Any, engine: Engine) -> None:
 
 
 @each_engine
-@pytest.mark.parametrize("problem", ["quadratic", "norm"])
-def test_forward_mode_is_the_loops_tape(problem: str, engine: Engine) -> None:
-    case = Case(problem, "Adam", "everything")
+def test_forward_mode_is_the_loops_tape(engine: Engine) -> None:
+    case = Case("norm" if engine.unit is None else "quadratic", "Adam", "everything")
     if engine.unit is None:
         assert_alike(outcome(case, engine, il.Forward()), by_loop(case))
         return

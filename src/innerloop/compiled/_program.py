@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +28,10 @@ class Recorded:
     """A function of tensors as a graph of operations; what else it read is now a constant."""
 
     def __init__(self, function: Flat, inputs: Sequence[Tensor]) -> None:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         self.inputs = [t.detach() for t in inputs]
         with tracing(), _one_error(), preserved(devices_of(inputs)):
+            from torch.fx.experimental.proxy_tensor import make_fx
+
             self.graph = make_fx(function)(*self.inputs)
         _without_alpha(self.graph.graph)
         self.graph.graph.eliminate_dead_code()
@@ -51,9 +52,9 @@ class Recorded:
     def compiled(self, options: dict[str, Any] | None, backend: str) -> Flat:
         if backend == "eager":
             return self.graph
-        import torch._inductor
-
         with torch.no_grad(), _one_error():
+            import torch._inductor
+
             program: Any = torch._inductor.compile(self.graph, self.inputs, options=options)
             self._check(program)
         return program
@@ -97,7 +98,10 @@ def _without_alpha(graph: torch.fx.Graph) -> None:
 def _one_error() -> Iterator[None]:
     """Whatever goes wrong while recording or compiling, the computation can run as it is."""
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch's compiler uses parts of torch that are deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     except (NotCompilableError, NotBatchableError):
         raise
     except Exception as error:
