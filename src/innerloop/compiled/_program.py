@@ -53,9 +53,9 @@ class Recorded:
         if backend == "eager":
             return self.graph
         with torch.no_grad(), _one_error():
-            import torch._inductor
+            from torch import _inductor
 
-            program: Any = torch._inductor.compile(self.graph, self.inputs, options=options)
+            program: Any = _inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[arg-type]
             self._check(program)
         return program
 
