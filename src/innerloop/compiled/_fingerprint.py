@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset)
 _DEPTH = 8
 _MOST = 5000  # values: a look at everything must not take longer than the program
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -27,24 +27,25 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
     attributes, and the methods and attributes of classes, to some depth.
     """
     seen: set[int] = set()
-    found = (v for root in roots for v in _values(root, _DEPTH, seen))
-    return tuple(itertools.islice(found, _MOST))
-
-
-def _values(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, _PLAIN):
-        yield type(value), value
-        return
-    if isinstance(value, Tensor):
-        yield id(value), value.requires_grad
-        return
-    # Containers may have been made for the occasion.
-    yield type(value) if isinstance(value, _CONTAINERS) else id(value)
-    if id(value) in seen or depth == 0:
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from _values(part, depth - 1, seen)
+    found: list[Any] = []
+    level: list[Any] = list(roots)
+    # One level after another: at every call, so without a generator for each.
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind in _PLAIN:
+                found += (kind, value)
+            elif isinstance(value, Tensor):
+                found += (id(value), value.requires_grad)
+            else:
+                # Containers may have been made for the occasion.
+                found.append(kind if isinstance(value, _CONTAINERS) else id(value))
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    below += _parts(value)
+        level = below[: _MOST - len(found)]
+    return tuple(found)
 
 
 def _parts(value: Any) -> Iterator[Any]:
