@@ -21,6 +21,7 @@ from innerloop.tasks import Way, auto, loop, vmap
 
 _UNITS = ("auto", "whole", "step")
 _OPERATIONS = 3000  # more take minutes to compile
+_STEPS = 20  # more are not even recorded as a whole
 _SMALL = 100_000  # weights: with fewer, tasks are batched
 
 
@@ -96,7 +97,7 @@ class Compiler:
             state, outs = alone.unrolled(_repeated(batches, own), None)
             return value(*alone.adapted(state, outs).measured, held)
 
-        if self._whole(run, key):
+        if self._whole(key, len(batches)):
             try:
                 return self._joint(run, batches, val, function, key)
             except TooLargeError:
@@ -122,7 +123,9 @@ class Compiler:
             return found
 
         for singly in (isinstance(way, loop), True):
-            if not self._whole(run, (key, singly)) or (singly and self.unit == "auto"):
+            if not self._whole((key, singly), len(tasks.batches)) or (
+                singly and self.unit == "auto"
+            ):
                 continue
             try:
                 return self._joint(run, list(tasks.batches), tasks.val, function, (key, singly))
@@ -151,9 +154,9 @@ class Compiler:
             backward=_over_steps(run.backward),
         )
 
-    def _whole(self, run: Prepared, key: Any) -> bool:
-        carries = isinstance(run.backward, Truncated) and run.backward.carry
-        return self.unit != "step" and key not in self._large and not carries
+    def _whole(self, key: Any, steps: int) -> bool:
+        long = self.unit == "auto" and steps > _STEPS
+        return self.unit != "step" and not long and key not in self._large
 
     def _joint(
         self, run: Prepared, batches: list[Any], val: Any, function: Any, key: Any

@@ -105,8 +105,10 @@ def _one_error() -> Iterator[None]:
     except (NotCompilableError, NotBatchableError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise NotCompilableError(lines[0]) from error
+        first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+        # What a C++ compiler complains of stands further below.
+        detail = next((f" ({line.strip()[:200]})" for line in rest if "error:" in line), "")
+        raise NotCompilableError(first + detail) from error
 
 
 class Values:
