@@ -77,7 +77,9 @@ class Plan:
         if isinstance(python, str):
             raise fresh.FailedError(python)
         # Compiled code of this way only, so that the first call is what a user's first call is.
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / name), "OMP_WAIT_POLICY": "PASSIVE"}
+        # No spaces: inductor splits the command of its C++ compiler at them.
+        cache = self.folder / name.replace(" ", "-")
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
         command = (python, result.system, result.way)
         return Worker(command, self.threads, own | malloc, self.folder / f"{name}.log")
 
