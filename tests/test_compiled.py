@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 import innerloop as il
+from innerloop.compiled._program import NotCompilableError, Recorded
 from references import Net, assert_derivative, batches, squares
 from test_errors import refuses
 from test_tasks_threads import dropping
@@ -684,7 +685,7 @@ def test_a_loop_inside_another_one_is_refused_or_right(unit):
     """Differentiating twice is refused with a message."""
     inner, train, val = built(unit)
     losses = inner(train, val, tasks=True)
-    with pytest.raises((NotImplementedError, il.RequirementError), match="do not compile"):
+    with pytest.raises(il.RequirementError, match="do not compile"):
         gradients(losses.sum(), inner, create_graph=True)
 
 
@@ -810,3 +811,18 @@ def test_autocast(unit):
         expected = uncompiled(inner, train, val)
     assert_same(found, expected, 2e-2)
     assert not torch.equal(plain, found[0])
+
+
+@pytest.mark.parametrize("wrong", [lambda y: y * 1.01, lambda y: y * torch.nan, lambda y: y / 0])
+def test_a_program_that_computes_something_else_is_not_used(wrong):
+    recorded = Recorded(lambda x: [x.sin(), x.cos()], [torch.randn(5)])
+    recorded._check(lambda x: [x.sin(), x.cos()])
+    with pytest.raises(NotCompilableError, match="another result"):
+        recorded._check(lambda x: [x.sin(), wrong(x.cos())])
+
+
+def test_values_that_are_not_numbers_do_not_hide_others():
+    recorded = Recorded(lambda x: [x.log()], [torch.tensor([-1.0, 2.0, 3.0])])
+    recorded._check(lambda x: [x.log()])
+    with pytest.raises(NotCompilableError, match="another result"):
+        recorded._check(lambda x: [1.01 * x.log()])

@@ -313,7 +313,9 @@ class _Connect(torch.autograd.Function):
         return None, None, *ctx.walk.pulled(grads)
 
 
-def refuse_higher(what: str) -> None:
+def refuse_higher(
+    what: str, instead: str = "backward=innerloop.Tape() for the inner one of two nested loops."
+) -> None:
     """Raise inside a backward that is itself to be differentiated."""
     if torch.is_grad_enabled():
         raise RequirementError(
@@ -322,7 +324,7 @@ def refuse_higher(what: str) -> None:
                 "inside another one.",
                 "a strategy whose backward has a graph.",
                 "a walk over recomputed steps has none, and the outer gradient would be wrong.",
-                "backward=innerloop.Tape() for the inner one of two nested loops.",
+                instead,
             )
         )
 

@@ -66,13 +66,12 @@ class Recorded:
             for found, expected in zip(program(*self.inputs), self.graph(*self.inputs), strict=True)
             if differentiable(expected)
         ]
-        largest = max(
-            (expected.abs().max().item() for _, expected in pairs if expected.numel()), default=0
-        )
-        for found, expected in pairs:
+        norms = [expected.nan_to_num(0.0, 0.0, 0.0).norm().item() for _, expected in pairs]
+        for (found, expected), norm in zip(pairs, norms, strict=True):
             tolerance = {8: 1e-7, 4: 1e-3}.get(expected.dtype.itemsize, 1e-1)
-            scale = expected.norm().item() + 1e-5 * largest
-            if not (found - expected).nan_to_num().norm().item() <= tolerance * scale:
+            scale = norm + 1e-5 * max(norms)
+            defined = torch.equal(found.isnan(), expected.isnan())
+            if not defined or (found - expected).nan_to_num().norm().item() > tolerance * scale:
                 raise NotCompilableError(
                     "the compiled program gave another result than what it was compiled from"
                 )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._tree import differentiable
+from innerloop.backward._walk import refuse_higher
 from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
-from innerloop.compiled._whole import refuse_strangers
+from innerloop.compiled._whole import UNCOMPILED, refuse_strangers
 
 
 class _Pull(NamedTuple):
@@ -202,9 +203,5 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "A compiled step cannot be differentiated twice; for an inner loop inside another "
-                "one, do not compile the inner one."
-            )
+        refuse_higher("The backward of a compiled step", UNCOMPILED)
         return None, None, *ctx.pair.pulled(ctx.values.tensors, grads)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured
+from innerloop.backward._walk import refuse_higher
 from innerloop.compiled._program import (
     Flat,
     Layout,
@@ -17,6 +18,8 @@ from innerloop.compiled._program import (
     Recorded,
     Values,
 )
+
+UNCOMPILED = "an uncompiled one for the inner one of two nested loops: do not compile it."
 
 
 class TooLargeError(NotCompilableError):
@@ -98,11 +101,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "A compiled meta-step cannot be differentiated twice; for an inner loop inside "
-                "another one, do not compile the inner one."
-            )
+        refuse_higher("The backward of a compiled meta-step", UNCOMPILED)
         (g,) = grads
         if _equal(g):
             scale = g.flatten()[0]
