@@ -79,7 +79,7 @@ class Plan:
         # Compiled code of this way only, so that the first call is what a user's first call is.
         # No spaces: inductor splits the command of its C++ compiler at them.
         cache = self.folder / name.replace(" ", "-")
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
         command = (python, result.system, result.way)
         return Worker(command, self.threads, own | malloc, self.folder / f"{name}.log")
 

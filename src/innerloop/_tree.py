@@ -9,11 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_map as map
 from torch.utils._pytree import tree_unflatten as unflatten
 
-__all__ = ["REGISTER", "copied", "differentiable", "flatten", "map", "opaque", "unflatten"]
+__all__ = [
+    "REGISTER",
+    "copied",
+    "differentiable",
+    "flatten",
+    "map",
+    "opaque",
+    "structure",
+    "unflatten",
+]
 
 REGISTER = "torch.utils._pytree.register_dataclass"
 """What makes a container of a dataclass."""
@@ -27,6 +38,27 @@ def differentiable(value: Any) -> bool:
 def copied(tree: Any) -> Any:
     """The same leaves in containers of their own."""
     return unflatten(*flatten(tree))
+
+
+def structure(tree: Any, leaves: list[Any]) -> Any:
+    """Append the leaves as ``flatten`` has them; a hashable value that tells trees apart.
+
+    For what is done at every call: several times as fast.
+    """
+    kind = type(tree)
+    if kind is Tensor or kind is Parameter or kind in _PLAIN:
+        leaves.append(tree)
+        return None
+    if kind is dict:
+        return kind, tuple(tree), tuple([structure(v, leaves) for v in tree.values()])
+    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return kind, tuple([structure(v, leaves) for v in tree])
+    if kind in SUPPORTED_NODES:
+        found, spec = flatten(tree)
+        leaves += found
+        return spec
+    leaves.append(tree)
+    return None
 
 
 # Leaves that are not what they seem. ------------------------------------------------------------

@@ -385,11 +385,7 @@ class InnerLoop(nn.Module):
         loss = functional(self.loss).params if isinstance(self.loss, nn.Module) else {}
         if not isinstance(rule, Rule):
             return Meta(functional(cast(nn.Module, self.optimizer)).params, loss)
-        given = {
-            name: values
-            for name, values in rule.hyper.items()
-            if any(isinstance(v, Tensor) and v.requires_grad for v in _tree.flatten(values)[0])
-        }
+        given = {name: values for name, values in rule.hyper.items() if _any_requires_grad(values)}
         return Meta({**given, **natural(self.learned, self.settings)}, loss)
 
     def _at(self, rule: Rule, opt: Mapping[str, Any], time: int) -> dict[str, Any]:
@@ -554,3 +550,9 @@ def _usable(data: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
     return _tree.map(usable, data)
+
+
+def _any_requires_grad(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_any_requires_grad, value))
+    return isinstance(value, Tensor) and value.requires_grad

@@ -87,9 +87,7 @@ def _parts_of_module(module: nn.Module) -> Iterator[Any]:
 
 def _parts_of_class(kind: type) -> Iterator[Any]:
     """Plain attributes and methods, of classes that are not a library's."""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in _LIBRARIES:
-            continue
+    for base in _own_bases(kind):
         for member in vars(base).values():
             if isinstance(member, staticmethod | classmethod):
                 yield member.__func__
@@ -97,6 +95,11 @@ def _parts_of_class(kind: type) -> Iterator[Any]:
                 yield member.fget
             elif isinstance(member, (*_PLAIN, *_CONTAINERS, Tensor, types.FunctionType)):
                 yield member
+
+
+@functools.cache
+def _own_bases(kind: type) -> tuple[type, ...]:
+    return tuple(b for b in kind.__mro__ if b.__module__.partition(".")[0] not in _LIBRARIES)
 
 
 @functools.cache

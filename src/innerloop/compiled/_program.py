@@ -55,9 +55,14 @@ class Recorded:
         with torch.no_grad(), _one_error():
             from torch import _inductor
 
+            options = self._launched() | (options or {})
             program: Any = _inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[arg-type]
             self._check(program)
         return program
+
+    def _launched(self) -> dict[str, Any]:
+        """Kernels are called from C++ on the CPU: from Python, calls take as long as small ones."""
+        return {"cpp_wrapper": True} if all(t.is_cpu for t in self.inputs) else {}
 
     def _check(self, program: Flat) -> None:
         """Compilers have defects: a program that computes something else is not used."""
@@ -136,16 +141,17 @@ class Programs:
         """How many were compiled."""
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self.known:
+        found = self.known.get(key)  # One look: to hash a key takes a while.
+        if found is None:
             if len(self.known) >= self.limit:
                 raise NotCompilableError(
                     f"it was compiled for {self.limit} different shapes or settings already"
                 )
             try:
-                self.known[key] = make()
+                found = make()
             except (NotCompilableError, NotBatchableError) as error:
-                self.known[key] = error
-        found = self.known[key]
+                found = error
+            self.known[key] = found
         if isinstance(found, Exception):
             raise found
         return found
@@ -158,8 +164,12 @@ class Programs:
 class Layout:
     """Trees of tensors and other things, taken apart into the tensors and the rest."""
 
-    def __init__(self, tree: Any) -> None:
-        self.leaves, self.spec = _tree.flatten(tree)
+    def __init__(self, tree: Any, moving: Any = ()) -> None:
+        self.tree = (moving, tree)
+        self.leaves: list[Any] = []
+        first = _tree.structure(moving, self.leaves)
+        before = len(self.leaves)
+        self.structure = first, _tree.structure(tree, self.leaves)
         self.tensors: list[Tensor] = []
         """Each once, in rows: a program is made for one order in memory."""
         self.where: list[int] = []
@@ -172,13 +182,15 @@ class Layout:
                 seen[id(leaf)] = len(self.tensors)
                 self.tensors.append(leaf.contiguous())
             self.where.append(seen[id(leaf)])
+        self.moving = 1 + max(self.where[:before], default=-1)
+        """How many of the tensors, which come first, are in ``moving``."""
 
     @property
     def key(self) -> Any:
         """What a program for such a tree depends on."""
         shapes = tuple((t.shape, t.dtype, t.device) for t in self.tensors)
         rest = tuple(_plain(v) for v in self.leaves if not isinstance(v, Tensor))
-        return self.spec, tuple(self.where), shapes, rest
+        return self.structure, tuple(self.where), shapes, rest
 
     @property
     def requiring(self) -> tuple[bool, ...]:
@@ -190,21 +202,23 @@ class Layout:
         found = copy.copy(self)
         found.tensors = [t.detach() for t in self.tensors]
         found.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        found.tree = _tree.map(lambda v: None if isinstance(v, Tensor) else v, self.tree)
         return found
 
-    def among(self, ids: set[int]) -> tuple[bool, ...]:
-        """Which tensors are among some of the tree's, or require grad."""
-        found = list(self.requiring)
-        for leaf, i in zip(self.leaves, self.where, strict=True):
-            if i >= 0 and id(leaf) in ids:
-                found[i] = True
-        return tuple(found)
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Which tensors require grad, or may do so in another call."""
+        return tuple(
+            t.requires_grad or (i < self.moving and differentiable(t))
+            for i, t in enumerate(self.tensors)
+        )
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """What ``moving`` and the tree are with other tensors."""
         leaves = [
             leaf if i < 0 else tensors[i] for leaf, i in zip(self.leaves, self.where, strict=True)
         ]
-        return _tree.unflatten(leaves, self.spec)
+        return _tree.unflatten(leaves, _tree.flatten(self.tree)[1])
 
 
 def _plain(value: Any) -> Any:

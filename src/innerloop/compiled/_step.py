@@ -14,6 +14,7 @@ from innerloop._tree import differentiable
 from innerloop.backward._walk import refuse_higher
 from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
 from innerloop.compiled._whole import UNCOMPILED, refuse_strangers
+from innerloop.state import State
 
 
 class _Pull(NamedTuple):
@@ -59,14 +60,13 @@ class CompiledStep:
             state = state._replace(opt=step.initial(state.params))
         times = range(state.time, state.time + len(batches))
         metas = [self._at(meta, time) for time in times]
-        layout = Layout((state._replace(time=0), metas, list(batches)))
         # A gradient may come to every weight and every number of the optimizer, in all steps but
         # the first: one program for all.
-        moving = {id(t) for t in _tree.flatten((state.params, state.opt))[0] if differentiable(t)}
-        wanted = layout.among(moving)
+        moving = (state.params, state.opt)
+        layout = Layout((state.buffers, metas, list(batches)), moving)
         pair: _Pair = self.programs.get(
-            ("step", self.key, layout.key, wanted, step.tasks),
-            lambda: _Pair(step, layout, wanted, self.programs, self.tracked),
+            ("step", self.key, layout.key, layout.wanted, step.tasks),
+            lambda: _Pair(step, layout, self.programs, self.tracked),
         )
         self.size = pair.size
         rest = iter(pair(layout))
@@ -86,12 +86,11 @@ class _Pair:
         self,
         step: Any,
         layout: Layout,
-        wanted: Sequence[bool],
         programs: Programs,
         tracked: bool,
     ) -> None:
         self.step = dataclasses.replace(step, schedule=None)
-        self.layout, self.wanted, self.programs = layout.detached(), wanted, programs
+        self.layout, self.wanted, self.programs = layout.detached(), layout.wanted, programs
         self.leaves: list[Any] = []
         self.spec: Any = None
         self.pulls: dict[Any, _Pull] = {}
@@ -113,8 +112,8 @@ class _Pair:
         return self.forward(*values.tensors)
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        state, metas, batches = self.layout.rebuilt(tensors)
-        outs = []
+        (params, opt), (buffers, metas, batches) = self.layout.rebuilt(tensors)
+        state, outs = State(params, buffers, opt), []
         for meta, batch in zip(metas, batches, strict=True):
             state, out = self.step(state, meta, batch)
             outs.append(out)

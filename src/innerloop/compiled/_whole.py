@@ -62,7 +62,7 @@ def _made(
         own = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         since = _captured.sequence_number()
         with torch.enable_grad():
-            losses = function(layout.rebuilt(own))
+            losses = function(layout.rebuilt(own)[1])
         refuse_strangers([losses], own, since)
         shapes[:] = [losses.shape, losses.dtype, losses.device]
         return own, losses
