@@ -90,15 +90,13 @@ _IMAGES = _LOOPS | {
         "vmap",
         "threads Remat",
         "loop step",
-        "threads step",
-        "vmap step",
     ),
     "torchopt": ("loop", "vmap"),
     "torch.func": ("vmap",),
     "jax": ("vmap", "vmap scan", "loop"),
 }
 _ONE_TASK = _LOOPS | {
-    "innerloop": ("Tape", "Remat", "step", "compiled"),
+    "innerloop": ("Tape", "Remat", "step"),
     "torchopt": ("loop",),
     "torch.func": ("grad",),
     "jax": ("scan", "scan remat"),
