@@ -1,0 +1,52 @@
+"""The command line: ``innerloop COMMAND``, the experiments."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "maml": ("innerloop.experiments.maml", "few-shot classification by MAML++"),
+    "sweep": ("innerloop.experiments.sweep", "many runs of maml: the paper's grid, or parts"),
+    "report": ("innerloop.experiments.report", "tables and a page of what runs found"),
+    "data": ("innerloop.experiments.data", "fetch datasets"),
+    "sine": ("innerloop.experiments.sine", "MAML on sines, a first example"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command with its arguments."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print("usage: innerloop COMMAND ... (innerloop COMMAND --help says more)\n")
+        for name, (_, about) in COMMANDS.items():
+            print(f"  {name:{width}}  {about}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        print(
+            f"innerloop: there is no command {name!r}.{hint} See innerloop --help.", file=sys.stderr
+        )
+        return 2
+    try:
+        module = importlib.import_module(COMMANDS[name][0])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] == "innerloop":
+            raise
+        print(
+            f"innerloop {name} needs the package {missing.name!r}, which is not installed. "
+            "Install it with: pip install 'innerloop[experiments]'",
+            file=sys.stderr,
+        )
+        return 2
+    return module.main(rest) or 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,121 @@
+"""One split of a dataset: all its pictures in one uint8 tensor, ordered by class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from innerloop.errors import InnerLoopError, four_part
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The pictures of a split, ordered by class.
+
+    Example:
+        >>> import torch
+        >>> from innerloop.data import Images
+        >>> pixels = torch.zeros(5, 1, 28, 28, dtype=torch.uint8)
+        >>> images = Images(pixels, offsets=torch.tensor([0, 2, 5]), names=("a", "b"))
+        >>> len(images), images.counts.tolist()
+        (2, [2, 3])
+        >>> images.rotated().names
+        ('a', 'b', 'a@90', 'b@90', 'a@180', 'b@180', 'a@270', 'b@270')
+    """
+
+    pixels: Tensor
+    """``[pictures, channel, height, width]``, uint8, on any device."""
+    offsets: Tensor
+    """``[classes + 1]``, int64 on the CPU: class ``c`` is ``pixels[offsets[c]:offsets[c + 1]]``."""
+    names: tuple[str, ...]
+    """The name of each class."""
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        sound = (
+            self.pixels.dtype == torch.uint8
+            and self.pixels.ndim == 4
+            and self.offsets.dtype == torch.int64
+            and self.offsets.tolist()[:1] == [0]
+            and self.offsets[-1].item() == len(self.pixels)
+            and bool((self.counts > 0).all())
+            and len(self.names) == len(self.offsets) - 1
+        )
+        if not sound:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave Images pixels {self.pixels.dtype} {list(self.pixels.shape)}, "
+                    f"{len(self.offsets)} offsets and {len(self.names)} names.",
+                    "uint8 pixels [pictures, channel, height, width], int64 offsets that rise from "
+                    "0 to the number of pictures, one name per class.",
+                    "a class is a range of rows of one tensor, and no class is empty.",
+                    "Images.stack(pictures_by_class), which works the offsets out.",
+                )
+            )
+
+    @classmethod
+    def stack(cls, by_class: dict[str, Sequence[Tensor]]) -> Images:
+        """Make a split from the pictures of each class, ``[channel, height, width]`` uint8 each."""
+        counts = torch.tensor([0, *(len(pictures) for pictures in by_class.values())])
+        pixels = torch.stack([p for pictures in by_class.values() for p in pictures])
+        return cls(pixels, counts.cumsum(0), tuple(by_class))
+
+    def __len__(self) -> int:
+        """How many classes there are."""
+        return len(self.names)
+
+    @property
+    def counts(self) -> Tensor:
+        """``[classes]``: how many pictures each class has."""
+        return self.offsets.diff()
+
+    @property
+    def labels(self) -> Tensor:
+        """``[pictures]``: the class of each picture, for ordinary training."""
+        return torch.repeat_interleave(self.counts).to(self.pixels.device)
+
+    def to(self, device: torch.device | str) -> Images:
+        """Return the same pictures on another device."""
+        return Images(self.pixels.to(device), self.offsets, self.names)
+
+    def select(self, classes: Sequence[int] | Tensor) -> Images:
+        """Return the classes with these numbers, in this order."""
+        chosen = torch.as_tensor(classes, dtype=torch.int64).tolist()
+        starts = self.offsets.tolist()
+        rows = torch.cat([torch.arange(starts[c], starts[c + 1]) for c in chosen])
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), self.counts[chosen]])
+        names = tuple(self.names[c] for c in chosen)
+        return Images(self.pixels[rows.to(self.pixels.device)], counts.cumsum(0), names)
+
+    def rotated(self) -> Images:
+        """Add every class turned by 90, 180 and 270 degrees (anticlockwise) as a further class."""
+        height, width = self.pixels.shape[-2:]
+        if height != width:
+            raise InnerLoopError(
+                four_part(
+                    f"You asked to rotate pictures of {height} x {width}.",
+                    "square pictures.",
+                    "turned by 90 degrees they must still fit in one tensor.",
+                    "load the pictures at a square size.",
+                )
+            )
+        turned = [torch.rot90(self.pixels, turns, (-2, -1)) for turns in range(4)]
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), self.counts.repeat(4)])
+        names = [*self.names, *(f"{n}@{90 * turns}" for turns in (1, 2, 3) for n in self.names)]
+        return Images(torch.cat(turned), counts.cumsum(0), tuple(names))
+
+
+class Splits(NamedTuple):
+    """Classes to meta-train on, to choose the best epoch with, and to report."""
+
+    train: Images
+    val: Images
+    test: Images
+
+    def to(self, device: torch.device | str) -> Splits:
+        """Return the same splits on another device."""
+        return Splits(*(images.to(device) for images in self))

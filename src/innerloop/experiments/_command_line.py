@@ -1,0 +1,126 @@
+"""Frozen dataclasses as command lines: every field is a flag, its annotation the help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from innerloop.errors import InnerLoopError
+
+C = TypeVar("C")
+_WRONG = 2  # the exit code for what was written
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a misspelt flag with the nearest right one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for word in unknown:
+            if near := nearest(word.partition("=")[0], flags):
+                message += f". Did you mean {near}?"
+                break
+        self.exit(_WRONG, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+
+
+def nearest(word: str, known: Collection[str]) -> str | None:
+    """What was probably meant."""
+    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+
+
+def flag(name: str) -> str:
+    """A field as it is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse(name: str, value: object, need: str, known: Collection[str] = ()) -> NoReturn:
+    """Say that a value cannot be, before any work is done."""
+    near = nearest(str(value), known)
+    hint = f" Did you mean {near}?" if near else ""
+    raise InnerLoopError(f"{flag(name)} {value} cannot be: it must be {need}.{hint}")
+
+
+def check_choice(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        refuse(name, value, "one of " + ", ".join(known), known)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag for each field. Only what was written appears among the arguments."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name, hint in get_type_hints(config, include_extras=True).items():
+        kind, about = hint, ""
+        if get_origin(hint) is Annotated:
+            kind, about = get_args(hint)
+        default = defaults[name]
+        shown = "" if default is None or default is dataclasses.MISSING else f" ({default})"
+        kind = _without_none(kind)
+        if kind is bool:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        else:
+            how = {"type": kind, "metavar": _METAVARS.get(kind, "TEXT")}
+        parser.add_argument(
+            flag(name), dest=name, default=argparse.SUPPRESS, help=about + shown, **how
+        )
+
+
+_METAVARS = {int: "N", float: "X", Path: "PATH"}
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(k for k in get_args(kind) if k is not type(None))
+    return kind
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration in values that JSON has."""
+    found = dataclasses.asdict(config)
+    return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
+
+
+def from_json(config: type[C], values: dict[str, Any]) -> C:
+    """A configuration as :func:`as_json` wrote it; anything else is refused."""
+    hints = get_type_hints(config)
+    for name, value in values.items():
+        if name not in hints:
+            near = nearest(name, hints)
+            raise InnerLoopError(
+                f"The configuration has {name!r}, which is not a setting."
+                + (f" Did you mean {near!r}?" if near else "")
+            )
+        if not _fits(value, hints[name]):
+            raise InnerLoopError(
+                f"The configuration has {name} = {value!r}, which is not {_described(hints[name])}."
+            )
+    paths = [n for n, hint in hints.items() if _without_none(hint) is Path]
+    made = {n: Path(v) if n in paths and v is not None else v for n, v in values.items()}
+    return config(**made)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if value is None:
+        return type(None) in get_args(hint)
+    kind = _without_none(hint)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is (str if kind is Path else kind)
+
+
+def _described(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(_without_none(hint), "a text")
+
+
+def parse(
+    config: type, argv: Sequence[str] | None, parser: argparse.ArgumentParser
+) -> dict[str, Any]:
+    """What was written, by the name of the field or argument."""
+    add_flags(parser, config)
+    return vars(parser.parse_args(argv))

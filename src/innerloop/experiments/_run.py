@@ -1,0 +1,134 @@
+"""The folder of a run: settings, metrics, a checkpoint that is never half written, the result."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from innerloop.errors import InnerLoopError
+
+CONFIG, METRICS, RESULT, CHECKPOINT = (
+    "config.json",
+    "metrics.jsonl",
+    "result.json",
+    "checkpoint.pt",
+)
+
+
+class Run:
+    """One run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Make the folder. A run that is there already is not written over."""
+        if (self.folder / CONFIG).exists():
+            raise InnerLoopError(
+                f"{self.folder} holds a run already. Continue it with --resume {self.folder}, or "
+                "name another folder with --out."
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write_json(CONFIG, config)
+        except OSError as error:
+            raise InnerLoopError(
+                f"The run's folder {self.folder} cannot be written to: {error}. Name another one "
+                "with --out."
+            ) from error
+
+    def config(self) -> dict[str, Any]:
+        path = self.folder / CONFIG
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InnerLoopError(
+                f"{self.folder} cannot be resumed: {path.name} cannot be read ({error}). Needed is "
+                "the folder of a run, as --out named it."
+            ) from error
+        if not isinstance(found, dict):
+            raise InnerLoopError(f"{path} does not hold settings: an object of names and values.")
+        return found
+
+    def write_json(self, name: str, value: Any) -> None:
+        self._replace(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+        """All records so far: after a crash there may be more in the file than was saved."""
+        self._replace(METRICS, "".join(json.dumps(r) + "\n" for r in records).encode())
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Keep the state with a checksum; the one before stays as long as this is not whole."""
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        data = buffer.getvalue()
+        current, last = self.folder / CHECKPOINT, self.folder / f"last-{CHECKPOINT}"
+        if current.exists():
+            os.replace(current, last)
+        self._replace(CHECKPOINT, hashlib.sha256(data).digest() + data)
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest state that is whole, or ``None`` if there is none."""
+        for name in (CHECKPOINT, f"last-{CHECKPOINT}"):
+            path = self.folder / name
+            if not path.exists():
+                continue
+            content = path.read_bytes()
+            digest, data = content[:32], content[32:]
+            if hashlib.sha256(data).digest() != digest:
+                print(f"{path} is damaged; the one before it is used.")
+                continue
+            return torch.load(io.BytesIO(data), weights_only=True)
+        return None
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """Write aside, sync, rename: a file is the old one or the new one at any moment."""
+        handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(aside, 0o644)
+            os.replace(aside, self.folder / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            raise
+
+
+class Stop:
+    """Whether the user asked for an end: a first Ctrl-C asks, a second one interrupts."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def _ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Ctrl-C, and a polite kill, end the work at the next place where nothing is lost."""
+    stop = Stop()
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before[number] = signal.signal(number, stop._ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,387 @@
+"""Few-shot classification by MAML++, over models and inner optimizers.
+
+``innerloop maml`` trains, keeps everything in a folder, and ends with the accuracy on test tasks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from innerloop import data, models
+from innerloop.errors import InnerLoopError
+from innerloop.experiments._command_line import (
+    Parser,
+    as_json,
+    check_choice,
+    from_json,
+    parse,
+    refuse,
+)
+from innerloop.experiments._few_shot import INNER, STRATEGIES, WAYS, FewShot, step_weights
+from innerloop.experiments._run import RESULT, Run, Stop, stoppable
+
+DATASETS = data.NAMES
+_STOPPED = 130
+_TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a run; each is also a flag."""
+
+    dataset: Annotated[str, f"one of {', '.join(DATASETS)}"] = "glyphs"
+    way: Annotated[int, "classes of a task"] = 5
+    shot: Annotated[int, "labelled examples of each class"] = 1
+    query: Annotated[int, "examples of each class to be classified"] = 5
+    model: Annotated[str, f"one of {', '.join(models.NAMES)}"] = "vgg"
+    filters: Annotated[int | None, "width of the model (its own default)"] = None
+    inner_optim: Annotated[str, f"one of {', '.join(INNER)}"] = "sgd"
+    inner_lr: Annotated[float, "learning rate of the inner optimizer, before it is learned"] = 0.1
+    steps: Annotated[int, "inner steps"] = 5
+    tasks: Annotated[int, "tasks in a meta-batch"] = 8
+    iterations: Annotated[int, "meta-updates"] = 5000
+    epoch: Annotated[int, "meta-updates between two validations"] = 500
+    learn_rates: Annotated[bool, "learn a rate for each layer and step"] = True
+    learn_betas: Annotated[bool, "learn the betas of inner Adam"] = False
+    multi_step_epochs: Annotated[int, "epochs in which the loss after every step counts"] = 10
+    first_order_epochs: Annotated[int, "epochs without second derivatives"] = 0
+    meta_lr: Annotated[float, "learning rate of the outer Adam"] = 1e-3
+    meta_lr_end: Annotated[float, "the same at the end of its cosine"] = 1e-5
+    val_tasks: Annotated[int, "validation tasks after each epoch"] = 200
+    test_tasks: Annotated[int, "test tasks at the end"] = 600
+    ensemble: Annotated[int, "best epochs whose predictions are averaged at the end"] = 1
+    seed: Annotated[int, "the same seed gives the same result"] = 0
+    data: Annotated[Path | None, "folder of the dataset (default: INNERLOOP_DATA)"] = None
+    out: Annotated[Path, "folder of the run"] = Path("out/maml")
+    device: Annotated[str, "where to compute"] = "cpu"
+    tasks_by: Annotated[str, f"one of {', '.join(WAYS)}"] = "threads"
+    backward: Annotated[str, f"one of {', '.join(STRATEGIES)}"] = "tape"
+
+    def __post_init__(self) -> None:
+        check_choice("dataset", self.dataset, DATASETS)
+        check_choice("model", self.model, models.NAMES)
+        check_choice("inner_optim", self.inner_optim, tuple(INNER))
+        check_choice("tasks_by", self.tasks_by, tuple(WAYS))
+        check_choice("backward", self.backward, tuple(STRATEGIES))
+        if self.filters is not None and self.filters < 1:
+            refuse("filters", self.filters, "at least 1")
+        least = dict.fromkeys(("shot", "query", "steps", "tasks", "iterations"), 1)
+        least |= {"way": 2, "epoch": 1, "multi_step_epochs": 0, "first_order_epochs": 0, "seed": 0}
+        least |= {"val_tasks": 1, "test_tasks": 2, "ensemble": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                refuse(name, getattr(self, name), f"at least {low}")
+        for name in ("inner_lr", "meta_lr", "meta_lr_end"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                refuse(name, value, "a number above 0")
+        if self.meta_lr_end > self.meta_lr:
+            refuse("meta_lr_end", self.meta_lr_end, f"at most the meta rate, {self.meta_lr}")
+        if self.learn_betas and self.inner_optim != "adam":
+            refuse("learn_betas", "", f"without {self.inner_optim}, which has none")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            refuse("device", self.device, f"a device of this machine ({error})")
+
+    @property
+    def epochs(self) -> int:
+        return math.ceil(self.iterations / self.epoch)
+
+
+_OMNIGLOT = {"inner_lr": 0.1, "multi_step_epochs": 10}
+_MINI = {"inner_lr": 0.01, "multi_step_epochs": 15, "query": 15}
+_VGG_FILTERS = {"mini-imagenet": 48, "folder": 48, "cifar-fs": 48}
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "paper": {
+        "glyphs": {**_OMNIGLOT, "iterations": 75_000},
+        "omniglot": {**_OMNIGLOT, "iterations": 75_000, "val_tasks": 600, "ensemble": 5},
+        "mini-imagenet": {
+            **_MINI,
+            "iterations": 50_000,
+            "tasks": 2,
+            "val_tasks": 600,
+            "ensemble": 5,
+        },
+        "folder": {**_MINI, "iterations": 50_000, "tasks": 2, "val_tasks": 600, "ensemble": 5},
+    },
+    "quick": {
+        "glyphs": {**_OMNIGLOT, "filters": 16, "iterations": 400, "epoch": 100}
+        | {"multi_step_epochs": 0, "first_order_epochs": 1, "val_tasks": 100},
+        "omniglot": {**_OMNIGLOT, "iterations": 3000, "epoch": 250}
+        | {"multi_step_epochs": 0, "first_order_epochs": 2, "ensemble": 3},
+        "mini-imagenet": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2}
+        | {"multi_step_epochs": 2, "first_order_epochs": 0, "val_tasks": 100},
+        "folder": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2, "val_tasks": 100},
+    },
+}
+
+
+def configured(given: dict[str, Any], preset: str) -> Config:
+    """The preset of the dataset with what was written instead."""
+    dataset = given.get("dataset", Config.dataset)
+    check_choice("preset", preset, tuple(PRESETS))
+    check_choice("dataset", dataset, DATASETS)
+    values = dict(PRESETS[preset]["folder" if dataset == "cifar-fs" else dataset])
+    if given.get("model", Config.model) == "vgg" and dataset in _VGG_FILTERS:
+        values["filters"] = _VGG_FILTERS[dataset]
+    if given.get("inner_optim") == "adam":
+        values |= {"learn_betas": True, "inner_lr": 0.01}
+    return Config(**{**values, **given})
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is, and what it found so far."""
+
+    iteration: int = 0
+    loss: float = 0.0
+    """Sum over the epoch under way."""
+    seconds: float = 0.0
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    best: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The best epochs with their learned parameters, best first."""
+
+
+class Training:
+    """One run from its configuration to its result."""
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self.config, self.run = config, run
+        splits = data.load(config.dataset, root=config.data, seed=config.seed, device=config.device)
+        self.splits = splits
+        shape = splits.train.pixels.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = models.build(
+                config.model,
+                in_channels=shape[1],
+                classes=config.way,
+                size=shape[-1],
+                filters=config.filters,
+            ).to(config.device, torch.float32)
+        self.learner = FewShot(
+            model,
+            inner_optim=config.inner_optim,
+            inner_lr=config.inner_lr,
+            steps=config.steps,
+            learn_rates=config.learn_rates,
+            learn_betas=config.learn_betas,
+            meta_lr=config.meta_lr,
+            tasks_by=config.tasks_by,
+            backward=config.backward,
+        )
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.learner.meta_optimizer, config.epochs, config.meta_lr_end
+        )
+        self.sampler = self._sampler(splits.train, config.tasks, config.seed)
+        self.progress = Progress()
+
+    def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
+        c = self.config
+        return data.Sampler(images, way=c.way, shot=c.shot, query=c.query, tasks=tasks, seed=seed)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        learner = self.learner
+        return {
+            "learner": learner.inner.state_dict(),
+            "meta_optimizer": learner.meta_optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "random": torch.get_rng_state(),
+            "progress": dataclasses.asdict(self.progress),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.inner.load_state_dict(state["learner"])
+        self.learner.meta_optimizer.load_state_dict(state["meta_optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.sampler.load_state_dict(state["sampler"])
+        torch.set_rng_state(state["random"])
+        self.progress = Progress(**state["progress"])
+
+    def save(self) -> None:
+        self.run.save(self.state_dict())
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def train(self, stop: Stop, bar: Any) -> bool:
+        """Go on to the end, or until asked to stop. Whether it is the end."""
+        c, progress = self.config, self.progress
+        while progress.iteration < c.iterations:
+            began = time.perf_counter()
+            epoch = progress.iteration // c.epoch
+            weights = step_weights(c.steps, epoch, c.multi_step_epochs)
+            loss = self.learner.update(self.sampler.sample(), weights, epoch < c.first_order_epochs)
+            if not math.isfinite(loss):
+                raise InnerLoopError(
+                    f"The loss is {loss} after {progress.iteration} updates: training diverged. "
+                    f"Try a smaller --inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
+                )
+            progress.iteration += 1
+            progress.loss += loss
+            done = progress.iteration == c.iterations
+            if done or progress.iteration % c.epoch == 0:
+                self._end_epoch(epoch, began, bar)
+            else:
+                progress.seconds += time.perf_counter() - began
+            bar.advance(loss, self.progress)
+            if stop.asked and not done:
+                self.save()
+                return False
+        return True
+
+    def _end_epoch(self, epoch: int, began: float, bar: Any) -> None:
+        c, progress = self.config, self.progress
+        length = progress.iteration - epoch * c.epoch
+        accuracies = self.accuracies(self.splits.val, c.val_tasks, _VAL_SEED)
+        progress.seconds += time.perf_counter() - began
+        record = {
+            "epoch": epoch + 1,
+            "iteration": progress.iteration,
+            "train_loss": progress.loss / length,
+            "val_accuracy": accuracies.mean().item(),
+            "meta_lr": self.schedule.get_last_lr()[0],
+            "seconds": progress.seconds,
+            "learned": self.learner.settings,
+        }
+        progress.records.append(record)
+        progress.loss = 0.0
+        self._keep_best(record)
+        self.schedule.step()
+        self.run.write_metrics(progress.records)
+        self.save()
+        bar.epoch(record)
+
+    def _keep_best(self, record: dict[str, Any]) -> None:
+        learned = {n: t.clone() for n, t in self.learner.inner.state_dict().items()}
+        moments = copy.deepcopy(self.learner.meta_optimizer.state_dict())
+        entry = {"epoch": record["epoch"], "val_accuracy": record["val_accuracy"]}
+        best = [*self.progress.best, entry | {"learned": learned, "moments": moments}]
+        # Of equals, the later one.
+        best.sort(key=lambda e: (-e["val_accuracy"], -e["epoch"]))
+        self.progress.best = best[: self.config.ensemble]
+
+    def probabilities(self, images: Any, tasks: int, seed: int) -> tuple[Tensor, Tensor]:
+        """What the learner says of the same tasks each time, and the labels."""
+        sampler = self._sampler(images, min(tasks, self.config.tasks), seed)
+        said, labels = [], []
+        while sum(map(len, said)) < tasks:
+            episode = sampler.sample()
+            said.append(self.learner.probabilities(episode))
+            labels.append(episode.query[1])
+        return torch.cat(said)[:tasks], torch.cat(labels)[:tasks]
+
+    def accuracies(self, images: Any, tasks: int, seed: int) -> Tensor:
+        """[tasks]"""
+        said, labels = self.probabilities(images, tasks, seed)
+        return (said.argmax(-1) == labels).double().mean(-1)
+
+    def result(self) -> dict[str, Any]:
+        """The accuracy on test tasks, of the best epochs by validation.
+
+        Leaves the learner as it was in the best of these.
+        """
+        c = self.config
+        total: Tensor | None = None
+        labels = torch.empty(0)
+        for entry in reversed(self.progress.best):
+            self.learner.inner.load_state_dict(entry["learned"])
+            self.learner.meta_optimizer.load_state_dict(entry["moments"])
+            said, labels = self.probabilities(self.splits.test, c.test_tasks, _TEST_SEED)
+            total = said if total is None else total + said
+        assert total is not None
+        each = (total.argmax(-1) == labels).double().mean(-1)
+        interval = 1.96 * each.std() / math.sqrt(len(each))
+        return {
+            "accuracy": each.mean().item(),
+            "interval": interval.item(),
+            "test_tasks": len(each),
+            "epoch": self.progress.best[0]["epoch"],
+            "epochs": [entry["epoch"] for entry in self.progress.best],
+            "val_accuracy": self.progress.best[0]["val_accuracy"],
+            "iterations": self.progress.iteration,
+            "seconds": self.progress.seconds,
+        }
+
+
+def train(config: Config, run: Run, *, resume: bool = False, quiet: bool = False) -> dict | None:
+    """Run it to its result, or until it is asked to stop: then there is none."""
+    from innerloop.experiments._progress import Bar
+
+    training = Training(config, run)
+    if not resume:
+        run.start(as_json(config))
+    state = run.load() if resume else None
+    if state is not None:
+        training.load_state_dict(state)
+    with stoppable() as stop, Bar(config, training.progress, run, quiet) as bar:
+        if not training.train(stop, bar):
+            return None
+    result = training.result()
+    run.write_json(RESULT, result)
+    from innerloop.experiments import _few_shot_figures
+
+    _few_shot_figures.draw(training, result)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("innerloop maml", description=__doc__)
+    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
+    )
+    given = parse(Config, argv, parser)
+    preset, resume = given.pop("preset"), given.pop("resume")
+    try:
+        if resume is None:
+            config = configured(given, preset)
+            run = Run(config.out)
+        else:
+            run = Run(resume)
+            config = from_json(Config, run.config())
+            _check_resumed(config, given)
+        result = train(config, run, resume=resume is not None)
+    except InnerLoopError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if result is None:
+        print(f"Stopped. Go on with: innerloop maml --resume {run.folder}")
+        return _STOPPED
+    _show(config, run, result)
+    return 0
+
+
+def _check_resumed(config: Config, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name != "data" and getattr(config, name) != value:
+            refuse(name, value, f"{getattr(config, name)}, as the run was started with")
+
+
+def _show(config: Config, run: Run, result: dict[str, Any]) -> None:
+    print(
+        f"{config.dataset}, {config.way}-way {config.shot}-shot, {config.model} + "
+        f"{config.inner_optim}: {100 * result['accuracy']:.2f} % ± {100 * result['interval']:.2f} "
+        f"on {result['test_tasks']} test tasks, after {result['iterations']} updates in "
+        f"{result['seconds']:.0f} s (chance: {100 / config.way:.0f} %)."
+    )
+    for path in sorted(run.folder.glob("*.png")):
+        print(path)
+    print("Next, try another inner optimizer: innerloop maml --inner-optim adam --out out/adam")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from torch import nn
+
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.models.densenet import DenseNet, DenseNetBC
+from innerloop.models.mlp import MLP
+from innerloop.models.resnet import BLOCKS, ResNet
+from innerloop.models.vgg import VGG
+
+NAMES = ("vgg", "resnet-4", "resnet-8", "resnet-12", "densenet-8", "densenet-bc-12-100", "mlp")
+
+
+def build(
+    name: str, *, in_channels: int, classes: int, size: int = 28, filters: int | None = None
+) -> nn.Module:
+    """A new model by its name, with random weights.
+
+    Args:
+        name: one of :data:`NAMES`, or ``densenet-bc-K-DEPTH`` with another growth rate and depth.
+        in_channels: 1 for grey images, 3 for colour.
+        classes: the number of outputs.
+        size: height and width of the images.
+        filters: how wide the model is; what it means and its default are told by each model.
+
+    >>> build("resnet-8", in_channels=3, classes=5, size=84, filters=16).linear
+    Linear(in_features=128, out_features=5, bias=True)
+    >>> build("resnet8", in_channels=3, classes=5)
+    Traceback (most recent call last):
+    innerloop.errors.InnerLoopError: You asked for the model 'resnet8'. ...Write: 'resnet-8'.
+    """
+    growth_and_depth = re.fullmatch(r"densenet-bc-([0-9]{1,6})-([0-9]{1,6})", str(name))
+    if growth_and_depth:
+        growth, depth = (int(number) for number in growth_and_depth.groups())
+        if filters is not None:
+            raise InnerLoopError(_width_twice(name, filters))
+        return DenseNetBC(growth, depth, classes, in_channels)
+    if name not in NAMES:
+        raise InnerLoopError(_unknown(name))
+    shape = {"in_channels": in_channels, "classes": classes, "size": size}
+    if filters is not None:
+        shape["filters"] = filters
+    if name.startswith("resnet-"):
+        return ResNet(layers=int(name.removeprefix("resnet-")) // BLOCKS, **shape)
+    return {"vgg": VGG, "densenet-8": DenseNet, "mlp": MLP}[name](**shape)
+
+
+def _unknown(name: object) -> str:
+    wrote = str(name).lower()
+    likely = [known for known in NAMES if known.startswith(wrote)] or NAMES
+    nearest = difflib.get_close_matches(wrote, likely, n=1, cutoff=0)[0]
+    return four_part(
+        f"You asked for the model {name!r}.",
+        f"one of {', '.join(NAMES)}.",
+        "models are built by these names only.",
+        f"{nearest!r}.",
+    )
+
+
+def _width_twice(name: str, filters: int) -> str:
+    return four_part(
+        f"You gave filters={filters!r} to {name}.",
+        "no filters.",
+        "the name says how wide it is.",
+        f"the growth rate into the name: 'densenet-bc-{filters}-100'.",
+    )

@@ -1,0 +1,62 @@
+"""Layers that several models are made of, and how their weights start."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from innerloop.errors import InnerLoopError, four_part
+
+
+def conv(channels: int, out: int, kernel: int = 3) -> nn.Conv2d:
+    """A convolution that keeps height and width; without bias, since a batch norm follows."""
+    return nn.Conv2d(channels, out, kernel, padding=kernel // 2, bias=False)
+
+
+def batch_norm(channels: int) -> nn.BatchNorm2d:
+    """Batch norm by the statistics of the batch always, in evaluation mode too.
+
+    "Batch normalization in training mode everywhere" (section 5.2): a task has no statistics but
+    those of its own images.
+    """
+    return nn.BatchNorm2d(channels, track_running_stats=False)
+
+
+def he_start(model: nn.Module) -> None:
+    """Weights as He et al. 2015: normal, variance 2 / fan-out; biases of linear layers zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+
+def average(x: Tensor) -> Tensor:
+    """The mean over height and width. [batch, channel]"""
+    return x.mean((2, 3))
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is not a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InnerLoopError(
+            four_part(
+                f"You gave {name}={value!r}.",
+                "a whole number, at least 1.",
+                "it says how large a layer is.",
+                f"for example {name}=5.",
+            )
+        )
+
+
+def check_size(size: int, least: int, model: str) -> None:
+    """Refuse images that the model's pooling would shrink to nothing."""
+    check_count("size", size)
+    if size < least:
+        raise InnerLoopError(
+            four_part(
+                f"You gave size={size} to {model}.",
+                f"images of at least {least} by {least} pixels.",
+                "each of its poolings halves them, and nothing would be left.",
+                f"size={least} or more, or a model without pooling: mlp.",
+            )
+        )

@@ -1,0 +1,59 @@
+"""The net without convolutions of MAML's Omniglot experiment."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from innerloop.models._layers import check_count
+
+# TensorFlow's truncated normal, in MAML's code, ends at two standard deviations.
+_DEVIATION = 0.01
+
+
+class MLP(nn.Module):
+    """Four hidden layers with batch norm and ReLU, then a linear layer.
+
+    As in MAML (Finn et al. 2017), sizes 256, 128, 64, 64. Batch norm goes by the batch always.
+    Weights start normal with standard deviation 0.01, cut off at twice
+    that, biases zero.
+
+    Args:
+        in_channels: 1 for grey images, 3 for colour.
+        classes: the number of outputs.
+        size: height and width of the images.
+        filters: size of the last hidden layers; the first are four times and twice as large.
+
+    >>> import torch
+    >>> MLP(in_channels=1, classes=5)(torch.rand(10, 1, 28, 28)).shape
+    torch.Size([10, 5])
+    """
+
+    def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 64) -> None:
+        super().__init__()
+        counts = {"in_channels": in_channels, "classes": classes, "size": size, "filters": filters}
+        for name, value in counts.items():
+            check_count(name, value)
+        widths = [in_channels * size**2, 4 * filters, 2 * filters, filters, filters]
+        self.hidden = nn.Sequential(*[_hidden(n, m) for n, m in pairwise(widths)])
+        self.linear = nn.Linear(filters, classes)
+        _small_start(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images. [batch, channel, size, size] -> [batch, classes]"""
+        return self.linear(self.hidden(x.flatten(1)))
+
+
+def _hidden(inputs: int, outputs: int) -> nn.Sequential:
+    norm = nn.BatchNorm1d(outputs, track_running_stats=False)
+    return nn.Sequential(nn.Linear(inputs, outputs, bias=False), norm, nn.ReLU())
+
+
+def _small_start(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            limit = 2 * _DEVIATION
+            nn.init.trunc_normal_(module.weight, std=_DEVIATION, a=-limit, b=limit)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

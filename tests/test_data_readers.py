@@ -1,0 +1,439 @@
+"""Omniglot, mini-ImageNet, CIFAR-10 and folders: official layouts, real files, damaged files."""
+
+import io
+import os
+import pickle
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import datasets
+from datasets import REAL, needs_real
+from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
+from innerloop.errors import InnerLoopError
+
+SPLITS = (3, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("INNERLOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("INNERLOOP_DATA", raising=False)
+    return tmp_path / "cache"
+
+
+def write_omniglot(root, write):
+    for part, characters in (("images_background", 4), ("images_evaluation", 2)):
+        files = datasets.omniglot_files(part, characters)
+        if write == "zip":
+            datasets.write_zip(root / f"{part}.zip", files)
+        else:
+            datasets.write_folder(root, files)
+
+
+@pytest.mark.parametrize("place", ["", "omniglot", "omniglot/python"])
+@pytest.mark.parametrize("write", ["zip", "folder"])
+def test_omniglot_layouts(tmp_path, write, place):
+    write_omniglot(tmp_path / "data" / place, write)
+    splits = load("omniglot", tmp_path / "data", splits=SPLITS)
+    assert [len(images) for images in splits] == [12, 1, 2]
+    assert splits.train.pixels.shape == (240, 1, 28, 28)
+    # Strokes are bright on dark: the corner is paper.
+    assert splits.val.pixels[0, 0, 0, 0] == 0 and splits.val.pixels[0].max() > 200
+
+
+def test_omniglot_split_follows_the_seed(tmp_path):
+    write_omniglot(tmp_path, "zip")
+    one, two = (omniglot(tmp_path, seed=1, splits=SPLITS, rotations=False) for _ in range(2))
+    names = [name for images in one for name in images.names]
+    assert len(set(names)) == 6 and names == [n for images in two for n in images.names]
+    others = [omniglot(tmp_path, seed=s, splits=SPLITS).test.names for s in range(5)]
+    assert len(set(others)) > 1
+
+
+def test_omniglot_with_too_few_characters(tmp_path):
+    write_omniglot(tmp_path, "zip")
+    with pytest.raises(InnerLoopError, match=r"6 characters.*need 1623"):
+        omniglot(tmp_path)
+
+
+def test_omniglot_with_a_missing_drawing(tmp_path):
+    write_omniglot(tmp_path, "folder")
+    next((tmp_path / "images_background").rglob("*.png")).unlink()
+    with pytest.raises(InnerLoopError, match=r"images_background.*has 19 drawings, not 20"):
+        omniglot(tmp_path, splits=SPLITS)
+
+
+@pytest.mark.parametrize("prefix", ["", "mini-imagenet/"])
+def test_mini_imagenet_zip(tmp_path, prefix):
+    path = tmp_path / "mini-imagenet.zip"
+    datasets.write_zip(path, datasets.mini_imagenet_files(3, prefix))
+    for root in (tmp_path, path):
+        splits = mini_imagenet(root)
+        assert [images.pixels.shape for images in splits] == [(6, 3, 84, 84)] * 3
+    assert splits.val.names == ("n10", "n11")
+
+
+def test_mini_imagenet_folder(tmp_path):
+    datasets.write_folder(tmp_path / "mini-imagenet", datasets.mini_imagenet_files())
+    assert len(load("mini-imagenet", tmp_path).train) == 2
+    assert len(load("mini-imagenet", tmp_path / "mini-imagenet").train) == 2
+
+
+MINI_MISTAKES = {
+    "no csv": (lambda f: f.pop("val.csv"), "0 files named val.csv"),
+    "no picture": (lambda f: f.pop("images/n10_1.jpg"), "images/n10_1.jpg.*missing"),
+    "no label": (lambda f: f.update({"test.csv": b"filename,label\na.jpg"}), "line 2 of test.csv"),
+    "other columns": (lambda f: f.update({"test.csv": b"a,b\n1,2"}), "lacks a filename"),
+    "empty csv": (lambda f: f.update({"test.csv": b""}), "test.csv lists no pictures"),
+    "not text": (lambda f: f.update({"test.csv": b"\xff\xfe\x00"}), "test.csv: it cannot be read"),
+    "same class": (lambda f: f.update({"val.csv": f["train.csv"]}), "'n00' is in train.csv and"),
+    "not a picture": (lambda f: f.update({"images/n00_0.jpg": b"hello"}), "n00_0.jpg: it cannot"),
+    "half": (
+        lambda f: f.update({"images/n00_0.jpg": f["images/n00_0.jpg"][:400]}),
+        "n00_0.jpg: it cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MINI_MISTAKES)
+def test_wrong_mini_imagenet(tmp_path, mistake):
+    change, words = MINI_MISTAKES[mistake]
+    files = datasets.mini_imagenet_files()
+    change(files)
+    path = datasets.write_zip(tmp_path / "mini-imagenet.zip", files)
+    with pytest.raises(InnerLoopError, match=words) as caught:
+        mini_imagenet(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_folders(tmp_path):
+    datasets.write_folder(tmp_path / "cifar-fs", datasets.folder_files(size=32))
+    (tmp_path / "cifar-fs" / "train" / ".DS_Store").write_bytes(b"junk")
+    for splits in (load("cifar-fs", tmp_path), load("folder", tmp_path / "cifar-fs")):
+        assert splits.train.pixels.shape == (6, 3, 32, 32)
+        assert splits.test.names == ("test_class0", "test_class1", "test_class2")
+    grey = folder(tmp_path / "cifar-fs", size=16, channels=1)
+    assert grey.train.pixels.shape == (6, 1, 16, 16)
+
+
+def test_wrong_folders(tmp_path):
+    files = datasets.folder_files()
+    datasets.write_folder(tmp_path / "a", {n: c for n, c in files.items() if "val" not in n})
+    with pytest.raises(InnerLoopError, match="no pictures in val/class"):
+        folder(tmp_path / "a")
+    datasets.write_folder(tmp_path / "b", {**files, "test/x/1.png": datasets.picture(3, 20)})
+    with pytest.raises(InnerLoopError, match=r"test/x/1.png.*20 x 20.*size=32"):
+        folder(tmp_path / "b")
+    with pytest.raises(InnerLoopError, match="no such folder"):
+        folder(tmp_path / "c")
+    with pytest.raises(InnerLoopError, match="channels=4"):
+        folder(tmp_path / "b", channels=4)
+
+
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="no symbolic links here")
+def test_a_link_in_a_circle_does_not_hang(tmp_path):
+    datasets.write_folder(tmp_path, datasets.folder_files())
+    (tmp_path / "train" / "again").symlink_to(tmp_path, target_is_directory=True)
+    assert len(folder(tmp_path).train) == 3
+
+
+def test_cifar10_archive_and_folder(tmp_path):
+    files = datasets.cifar_files(pictures=4)
+    datasets.write_tar(tmp_path / "one/cifar10/cifar-10-python.tar.gz", files)
+    datasets.write_folder(tmp_path / "two", files)
+    one, two, inside = (cifar10(tmp_path / p) for p in ("one", "two", "two/cifar-10-batches-py"))
+    assert one.train.images.shape == (20, 3, 32, 32) and one.test.labels.tolist() == [0, 1, 2, 3]
+    assert torch.equal(one.train.images, two.train.images) and one.names == inside.names
+    expected = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+    assert torch.equal(one.test.images, torch.from_numpy(expected).view(4, 3, 32, 32))
+
+
+def test_cifar10_as_python_2_wrote_it(tmp_path):
+    """The official files: strings of Python 2, and the array's module under its old name."""
+    data = bytes(range(256)) * 12
+    pickled = (
+        b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray"
+        b"\nq\x04K\x00\x85q\x05U\x01bq\x06\x87q\x07Rq\x08(K\x01K\x01M\x00\x0c\x86q\x09cnumpy\n"
+        b"dtype\nq\x0aU\x02u1q\x0bK\x00K\x01\x87q\x0cRq\x0d(K\x03U\x01|q\x0eNNNJ\xff\xff\xff\xff"
+        b"J\xff\xff\xff\xffK\x00tq\x0fb\x89T\x00\x0c\x00\x00" + data + b"q\x10tq\x11b"
+        b"U\x06labelsq\x12]q\x13K\x07au."
+    )
+    files = datasets.cifar_files()
+    files["cifar-10-batches-py/test_batch"] = pickled
+    datasets.write_folder(tmp_path, files)
+    images, labels = cifar10(tmp_path).test
+    assert images.flatten().tolist() == list(data) and labels.tolist() == [7]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo evil > evil",)
+
+
+def altered(**changes):
+    batch = {b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 1]}
+    return pickle.dumps({**batch, **{k.encode(): v for k, v in changes.items()}}, protocol=2)
+
+
+CIFAR_MISTAKES = {
+    "code": (pickle.dumps({b"data": Evil()}, protocol=2), r"posix.system|nt.system"),
+    "code by protocol 4": (pickle.dumps({b"data": Evil()}, protocol=4), "instruction"),
+    "eval": (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.", "__builtin__.eval"),
+    "other names": (pickle.dumps({b"data": io.BytesIO}, protocol=2), "_io.BytesIO"),
+    "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "memo"),
+    "objects": (altered(data=np.array([None])), "not of type uint8"),
+    "floats": (altered(data=np.zeros((2, 3072))), "not of type uint8"),
+    "column by column": (altered(data=np.zeros((2, 3072), np.uint8, order="F")), "row by row"),
+    "other shape": (altered(data=np.zeros((2, 9), np.uint8)), r"data \[2, 9\] for 2 labels"),
+    "too few labels": (altered(labels=[1]), "for 1 labels"),
+    "labels past the end": (altered(labels=[1, 10]), "from 0 to 9"),
+    "no labels": (altered(labels=None), "no list 'labels'"),
+    "a list": (pickle.dumps([1], protocol=2), "a list where a dictionary"),
+    "changing a stand-in": (b"\x80\x02cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb.", "cannot be"),
+    "empty": (b"", "cannot be read"),
+    "half": (altered()[:3000], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("mistake", CIFAR_MISTAKES)
+def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content, words = CIFAR_MISTAKES[mistake]
+    files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_3": content}
+    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    with pytest.raises(InnerLoopError, match=words) as caught:
+        cifar10(tmp_path)
+    assert "data_batch_3" in str(caught.value)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_cifar10_with_a_missing_file(tmp_path):
+    files = datasets.cifar_files()
+    del files["cifar-10-batches-py/data_batch_5"]
+    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    with pytest.raises(InnerLoopError, match="lacks data_batch_5"):
+        cifar10(tmp_path)
+
+
+def special_member(kind):
+    info = tarfile.TarInfo("cifar-10-batches-py/link")
+    info.type, info.linkname = kind, "/etc/passwd"
+    return info
+
+
+BAD_NAMES = {
+    "../outside": "leads out",
+    "a/../../outside": "leads out",
+    "a\\..\\..\\outside": "leads out",
+    "/absolute": "absolute",
+    "C:\\absolute": "absolute",
+    "\\absolute": "absolute",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_unsafe_names_are_refused(tmp_path, name):
+    inside = tmp_path / "inside"
+    datasets.write_zip(
+        inside / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"evil"}
+    )
+    datasets.write_tar(inside / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"evil"})
+    for read in (mini_imagenet, cifar10):
+        with pytest.raises(InnerLoopError, match=BAD_NAMES[name]):
+            read(inside)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_links_in_a_tar_are_refused(tmp_path, kind):
+    path = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.addfile(special_member(kind))
+    with pytest.raises(InnerLoopError, match="link or a device"):
+        cifar10(tmp_path)
+
+
+def test_links_and_giants_in_a_zip_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "mini-imagenet.zip"
+    link = zipfile.ZipInfo("images/link.jpg")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(InnerLoopError, match="link or a device"):
+        mini_imagenet(tmp_path)
+    monkeypatch.setattr("innerloop.data._archive.LARGEST", 1000)
+    datasets.write_zip(path, {"images/zeros.jpg": bytes(1001)})
+    with pytest.raises(InnerLoopError, match="more than"):
+        mini_imagenet(tmp_path)
+
+
+def test_a_picture_that_claims_to_be_huge_is_refused(tmp_path):
+    import struct
+    import zlib
+
+    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
+    bomb = datasets.picture(0)
+    bomb = bomb[:12] + header + struct.pack(">I", zlib.crc32(header)) + bomb[33:]
+    files = {**datasets.folder_files(), "train/train_class0/0.png": bomb}
+    datasets.write_folder(tmp_path, files)
+    with pytest.raises(InnerLoopError, match=r"0\.png.*bomb"):
+        folder(tmp_path)
+
+
+@pytest.mark.parametrize("read", [omniglot, mini_imagenet, cifar10])
+def test_missing_data(tmp_path, read, monkeypatch):
+    with pytest.raises(InnerLoopError, match="INNERLOOP_DATA"):
+        read()
+    with pytest.raises(InnerLoopError, match="has none of"):
+        read(tmp_path)
+    monkeypatch.setenv("INNERLOOP_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(InnerLoopError, match="nowhere"):
+        read()
+
+
+# Mutated archives: a clear error, or (where the change hit nothing that matters) the data.
+
+FUZZ = settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+MUTATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "cut", "drop", "repeat"]), st.floats(0, 1), st.integers(0, 255)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mutated(content: bytes, mutations) -> bytes:
+    for kind, where, value in mutations:
+        at = int(where * len(content))
+        if kind == "set":
+            content = content[:at] + bytes([value]) + content[at + 1 :]
+        elif kind == "cut":
+            content = content[: max(at, 1)]
+        elif kind == "drop":
+            content = content[:at] + content[at + value :]
+        else:
+            content = content[: at + value] + content[at:]
+    return content
+
+
+def survives(read, path, content):
+    path.write_bytes(content)
+    try:
+        read(path.parent)
+    except InnerLoopError as error:
+        assert str(path) in str(error)
+
+
+@FUZZ
+@given(MUTATIONS)
+def test_mutated_zips(tmp_path, mutations):
+    path = datasets.write_zip(tmp_path / "mini-imagenet.zip", datasets.mini_imagenet_files())
+    survives(mini_imagenet, path, mutated(path.read_bytes(), mutations))
+
+
+@FUZZ
+@given(MUTATIONS)
+def test_mutated_tars(tmp_path, mutations):
+    path = datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", datasets.cifar_files(1))
+    survives(cifar10, path, mutated(path.read_bytes(), mutations))
+
+
+@FUZZ
+@given(MUTATIONS)
+def test_mutated_pickles(tmp_path, mutations):
+    folder = tmp_path / "cifar-10-batches-py"
+    if not folder.exists():
+        datasets.write_folder(tmp_path, datasets.cifar_files(1))
+    original = datasets.cifar_files(1)["cifar-10-batches-py/test_batch"]
+    # The interesting bytes lie before and after the pixels.
+    start, pixels, end = original[:200], original[200:-60], original[-60:]
+    half = len(mutations) // 2
+    changed = mutated(start, mutations[:half]) + pixels + mutated(end, mutations[half:])
+    survives(cifar10, folder / "test_batch", changed)
+
+
+@FUZZ
+@given(MUTATIONS, st.sampled_from(["PNG", "JPEG"]))
+def test_mutated_pictures(tmp_path, mutations, kind):
+    ending = {"PNG": "png", "JPEG": "jpg"}[kind]
+    files = {
+        f"{part}/a/1.{ending}": datasets.picture(9, 32, "RGB", kind) for part in ("val", "test")
+    }
+    datasets.write_folder(tmp_path / kind, files)
+    path = tmp_path / kind / "train" / "a" / f"1.{ending}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(mutated(datasets.picture(9, 32, "RGB", kind), mutations))
+    try:
+        folder(tmp_path / kind, size=32)
+    except InnerLoopError as error:
+        assert str(path) in str(error)
+
+
+# The real files, where they are.
+
+
+@needs_real("omniglot/images_background.zip")
+@needs_real("omniglot/images_evaluation.zip")
+def test_a_slice_of_real_omniglot(tmp_path):
+    for part in ("images_background", "images_evaluation"):
+        with zipfile.ZipFile(REAL / f"omniglot/{part}.zip") as archive:
+            names = [name for name in archive.namelist() if name.endswith(".png")][:400]
+            datasets.write_zip(tmp_path / f"{part}.zip", {n: archive.read(n) for n in names})
+    splits = omniglot(tmp_path, splits=(30, 4, 6))
+    assert [len(images) for images in splits] == [120, 4, 6]
+    assert 0.04 < splits.train.pixels.double().mean() / 255 < 0.16
+
+
+@pytest.mark.slow
+@needs_real("omniglot/images_background.zip")
+@needs_real("omniglot/images_evaluation.zip")
+def test_real_omniglot(tmp_path, monkeypatch):
+    monkeypatch.setenv("INNERLOOP_DATA", str(REAL))
+    splits = load("omniglot", seed=0)
+    assert [len(images) for images in splits] == [4600, 50, 423]
+    assert splits.train.pixels.shape == (4 * 1150 * 20, 1, 28, 28)
+    assert splits.test.pixels.flatten(1).amax(1).min() > 100
+    ink = splits.test.pixels.double().mean() / 255
+    assert 0.05 < ink < 0.15
+    again = load("omniglot", seed=0, rotations=False)
+    assert torch.equal(again.test.pixels, splits.test.pixels)
+    assert not {*again.train.names} & {*again.val.names, *again.test.names}
+    (x, y), (query, labels) = Sampler(splits.test, 5, 1, 5, 100).sample()
+    nearest = torch.cdist(query.flatten(2), x.flatten(2)).argmin(-1)
+    assert 0.35 < (y.gather(1, nearest) == labels).double().mean() < 0.75
+
+
+@needs_real("mini-imagenet/mini-imagenet.zip")
+def test_a_slice_of_real_mini_imagenet(tmp_path):
+    files = {}
+    with zipfile.ZipFile(REAL / "mini-imagenet/mini-imagenet.zip") as archive:
+        for part in ("train", "val", "test"):
+            head, *rows = archive.read(f"{part}.csv").decode().splitlines()
+            kept = rows[::50]
+            files[f"{part}.csv"] = "\n".join([head, *kept]).encode()
+            for row in kept:
+                name = f"images/{row.split(',')[0]}"
+                files[name] = archive.read(name)
+    datasets.write_zip(tmp_path / "mini-imagenet.zip", files)
+    splits = load("mini-imagenet", tmp_path)
+    assert [len(images) for images in splits] == [64, 16, 20]
+    assert splits.train.pixels.shape == (128, 3, 84, 84)
+    assert 80 < splits.train.pixels.double().mean() < 150
+
+
+@needs_real("cifar10/cifar-10-python.tar.gz")
+def test_real_cifar10():
+    train, test, names = cifar10(REAL)
+    assert len(train.images) == len(train.labels) and len(train.images) == 5 * len(test.images)
+    assert test.labels.bincount().tolist() == [len(test.labels) // 10] * 10
+    assert names[0] == "airplane" and names[9] == "truck"

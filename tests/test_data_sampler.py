@@ -1,0 +1,151 @@
+"""Episodes: shapes, no leaks between support and query, reproducible, restartable."""
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from innerloop.data import Images, Sampler, glyphs
+from innerloop.errors import InnerLoopError
+
+
+def numbered(counts: list[int]) -> Images:
+    """Pictures of two pixels: the class, and the number within the class."""
+    by_class = {
+        str(c): [torch.tensor([[[c, p]]], dtype=torch.uint8) for p in range(count)]
+        for c, count in enumerate(counts)
+    }
+    return Images.stack(by_class)
+
+
+def equal(a, b):
+    pairs = [(p, q) for x, y in zip(a, b, strict=True) for p, q in zip(x, y, strict=True)]
+    return all(torch.equal(p, q) for p, q in pairs)
+
+
+@given(
+    st.lists(st.integers(3, 9), min_size=2, max_size=7),
+    st.integers(1, 7),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
+def test_tasks_are_what_was_asked_for(counts, way, shot, query, tasks, seed):
+    images = numbered(counts)
+    way, query = min(way, len(counts)), min(query, min(counts) - shot)
+    sampler = Sampler(images, way, shot, query, tasks, seed)
+    episode = sampler.sample()
+    assert episode.support.x.shape == (tasks, way * shot, 1, 1, 2)
+    assert episode.query.x.shape == (tasks, way * query, 1, 1, 2)
+    assert episode.support.x.dtype == torch.float32 and episode.support.y.dtype == torch.int64
+    for task in range(tasks):
+        seen, class_of = set(), {}
+        for x, y in ((part.x[task], part.y[task]) for part in episode):
+            for (c, p), label in zip(
+                (255 * x).round().int().view(-1, 2).tolist(), y.tolist(), strict=True
+            ):
+                assert class_of.setdefault(label, c) == c and p < counts[c]
+                seen.add((c, p))
+        assert len(seen) == way * (shot + query)
+        assert sorted(class_of) == list(range(way)) and len(set(class_of.values())) == way
+
+
+def test_every_class_and_every_picture_is_drawn_equally_often():
+    images = numbered([4, 6, 4, 8])
+    x = Sampler(images, way=2, shot=1, query=1, tasks=20_000).sample().support.x
+    pairs = (255 * x).round().long().view(-1, 2)
+    share = pairs[:, 0].bincount(minlength=4) / len(pairs)
+    assert (share - 0.25).abs().max() < 0.01
+    largest = pairs[pairs[:, 0] == 3][:, 1].bincount(minlength=8) / (pairs[:, 0] == 3).sum()
+    assert (largest - 1 / 8).abs().max() < 0.01
+
+
+def test_same_seed_same_tasks_whatever_else_draws():
+    images = numbered([5] * 8)
+    one, two = (Sampler(images, 3, 1, 2, 4, seed=7) for _ in range(2))
+    first = [one.sample() for _ in range(3)]
+    torch.rand(100)
+    assert all(equal(a, two.sample()) for a in first)
+    assert not equal(first[0], Sampler(images, 3, 1, 2, 4, seed=8).sample())
+
+
+def test_thread_count_changes_nothing():
+    images = glyphs(train=30, val=1, test=1).train
+    drawn = []
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        try:
+            drawn.append(Sampler(images, 5, 1, 15, 8, seed=3).sample())
+        finally:
+            torch.set_num_threads(1)
+    assert equal(drawn[0], drawn[1]) and equal(drawn[0], drawn[2])
+
+
+def test_restart_from_a_saved_state():
+    images = numbered([5] * 8)
+    sampler = Sampler(images, 3, 1, 2, 4, seed=7)
+    sampler.sample()
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    following = [sampler.sample() for _ in range(3)]
+    file.seek(0)
+    again = Sampler(images, 3, 1, 2, 4, seed=99)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert all(equal(a, again.sample()) for a in following)
+
+
+def test_a_state_of_another_sampler_is_refused():
+    images = numbered([5] * 8)
+    state = Sampler(images, 3, 1, 2, 4).state_dict()
+    with pytest.raises(InnerLoopError, match=r"way=3.*way=4"):
+        Sampler(images, 4, 1, 2, 4).load_state_dict(state)
+    with pytest.raises(InnerLoopError, match="settings"):
+        Sampler(images, 3, 1, 2, 4).load_state_dict({})
+
+
+def test_changing_an_episode_does_not_change_the_next():
+    sampler = Sampler(numbered([3, 3]), 2, 1, 1, 1)
+    sampler.sample().support.y.fill_(9)
+    assert sampler.sample().support.y.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"way": 9}, "9-way.*at most the 8 classes"),
+        ({"query": 5}, "at most 5 per class: class '0'"),
+        ({"shot": 0}, "at least 1"),
+        ({"tasks": 0}, "at least 1"),
+    ],
+)
+def test_impossible_tasks_are_refused(settings, words):
+    with pytest.raises(InnerLoopError, match=words):
+        Sampler(numbered([5] * 8), **{"way": 3, "shot": 1, "query": 2, "tasks": 4, **settings})
+
+
+def test_rotations_are_further_classes():
+    images = Images.stack({"a": [torch.arange(4, dtype=torch.uint8).view(1, 2, 2)] * 3})
+    turned = images.rotated()
+    assert len(turned) == 4 and turned.counts.tolist() == [3] * 4
+    assert turned.pixels[3].tolist() == [[[1, 3], [0, 2]]]
+    assert turned.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    with pytest.raises(InnerLoopError, match="square"):
+        numbered([1]).rotated()
+
+
+def test_selected_classes_keep_their_pictures():
+    images = numbered([2, 3, 4]).select([2, 0])
+    assert images.names == ("2", "0") and images.counts.tolist() == [4, 2]
+    assert images.pixels[:, 0, 0, 0].tolist() == [2, 2, 2, 2, 0, 0]
+
+
+def test_parts_that_do_not_fit_are_refused():
+    pixels = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
+    for offsets, names in [([0, 3], ("a",)), ([0, 4], ()), ([0, 4, 4], ("a", "b"))]:
+        with pytest.raises(InnerLoopError, match="offsets"):
+            Images(pixels, torch.tensor(offsets), names)
+    with pytest.raises(InnerLoopError, match="uint8"):
+        Images(pixels.float(), torch.tensor([0, 4]), ("a",))

@@ -1,0 +1,225 @@
+"""`innerloop maml`: what it writes, that it can be stopped anywhere, that it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import maml
+from innerloop.experiments._few_shot import step_weights
+from innerloop.experiments._run import Run, Stop
+
+TINY = {
+    "--model": "mlp",
+    "--filters": "8",
+    "--steps": "2",
+    "--tasks": "2",
+    "--query": "2",
+    "--iterations": "6",
+    "--epoch": "2",
+    "--val-tasks": "4",
+    "--test-tasks": "8",
+    "--ensemble": "2",
+    "--tasks-by": "loop",
+}
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["maml", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def untimed(path: Path) -> str:
+    """Everything a run found except how long it took."""
+
+    def without(record: dict) -> dict:
+        return {k: v for k, v in record.items() if k != "seconds"}
+
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    result = json.loads((path / "result.json").read_text())
+    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    assert main(flags(tmp_path / "whole")) == 0
+    return tmp_path / "whole"
+
+
+def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "metrics.jsonl", "checkpoint.pt", "result.json"):
+        assert (whole / name).stat().st_size > 0
+    assert {p.name for p in whole.glob("*.png")} == {
+        "accuracy.png",
+        "learned-lr.png",
+        "episodes.png",
+    }
+    assert list(whole.glob("events.out.tfevents*"))
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in records] == [2, 4, 6]
+    # One rate for each step and each tensor of the model.
+    assert torch.tensor(records[0]["learned"]["lr"]).shape[0] == 2
+    result = json.loads((whole / "result.json").read_text())
+    assert 0 <= result["accuracy"] <= 1 and result["test_tasks"] == 8
+    assert len(result["epochs"]) == 2
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "again")) == 0
+    assert untimed(tmp_path / "again") == untimed(whole)
+    assert main(flags(tmp_path / "other", seed="1")) == 0
+    assert untimed(tmp_path / "other") != untimed(whole)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
+    folder = tmp_path / "stopped"
+    config = dataclasses.replace(maml.from_json(maml.Config, Run(whole).config()), out=folder)
+    run = Run(folder)
+    run.start(maml.as_json(config))
+
+    class After(Stop):
+        @property
+        def asked(self) -> bool:
+            return training.progress.iteration >= after
+
+        @asked.setter
+        def asked(self, value: bool) -> None: ...
+
+    class Silent:
+        def advance(self, *_: object) -> None: ...
+
+        def epoch(self, *_: object) -> None: ...
+
+    training = maml.Training(config, run)
+    assert not training.train(After(), Silent())
+    assert main(["maml", "--resume", str(folder)]) == 0
+    assert untimed(folder) == untimed(whole)
+
+
+def test_multi_step_losses_and_orders(tmp_path: Path) -> None:
+    changed = {"multi_step_epochs": "2", "first_order_epochs": "1"}
+    assert main(flags(tmp_path / "run", **changed)) == 0
+
+
+def test_inner_adam_learns_its_betas(tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "run", inner_optim="adam")) == 0
+    assert (tmp_path / "run" / "learned-betas.png").exists()
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    betas = torch.tensor(last["learned"]["betas"])
+    assert betas.min() > 0 and betas.max() < 1
+    assert betas.unique().numel() > 2
+
+
+@pytest.mark.parametrize("way", ["threads", "vmap"])
+def test_ways_agree(whole: Path, tmp_path: Path, way: str) -> None:
+    assert main(flags(tmp_path / way, tasks_by=way)) == 0
+    ours, theirs = (
+        [json.loads(line)["train_loss"] for line in (p / "metrics.jsonl").read_text().splitlines()]
+        for p in (whole, tmp_path / way)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_weights_of_steps() -> None:
+    for epoch in range(12):
+        weights = step_weights(5, epoch, 10)
+        assert sum(weights) == pytest.approx(1)
+        assert weights[-1] >= max(weights[:-1]) - 1e-12
+    assert step_weights(5, 10, 10) == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--model", "resnet8"], "resnet-8"),
+        (["--dataset", "omniglott"], "omniglot"),
+        (["--way", "1"], "at least 2"),
+        (["--inner-lr", "nan"], "above 0"),
+        (["--meta-lr-end", "1"], "at most"),
+        (["--preset", "papr"], "paper"),
+        (["--backward", "taped"], "tape"),
+        (["--learn-betas"], "sgd"),
+        (["--device", "nowhere"], "device"),
+        (["--resume", "no-such-folder"], "no-such-folder"),
+        (["--inner-optm", "sgd"], "--inner-optim"),
+        (["--way", "five"], "--way"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["maml", *wrong, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_written_over(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(whole)) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_resuming_with_other_settings_is_refused(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["maml", "--resume", str(whole), "--way", "4"]) == 2
+    assert "--way" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.save({"a": torch.zeros(3)})
+    run.save({"a": torch.ones(3)})
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-7])
+    state = run.load()
+    assert state is not None and state["a"].sum() == 0
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_a_configuration_of_unknown_settings_is_refused() -> None:
+    with pytest.raises(InnerLoopError, match="inner_lr"):
+        maml.from_json(maml.Config, {"inner_lrr": 0.1})
+    with pytest.raises(InnerLoopError, match="way"):
+        maml.from_json(maml.Config, {"way": "5"})
+
+
+@pytest.mark.slow
+def test_killed_at_random_20_times(tmp_path: Path) -> None:
+    """SIGKILL at any moment loses nothing that matters."""
+    changed = {"iterations": "60", "epoch": "3"}
+    assert main(flags(tmp_path / "whole", **changed)) == 0
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "innerloop"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    chance = random.Random(0)
+    for kill in range(20):
+        started = (folder / "config.json").exists()
+        how = ["maml", "--resume", str(folder)] if started else flags(folder, **changed)
+        process = subprocess.Popen(
+            [*command, *how], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        time.sleep(3 + 4 * chance.random() + 0.1 * kill)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run([*command, "maml", "--resume", str(folder)], env=environment)
+    assert done.returncode == 0
+    assert untimed(folder) == untimed(tmp_path / "whole")

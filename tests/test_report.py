@@ -1,0 +1,473 @@
+"""The report on runs: tables beside the paper's, the page, and folders in any state."""
+
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import _paper_tables as paper
+from innerloop.experiments import report as module
+from innerloop.experiments._compared import appendix, averaged, table_1
+from innerloop.experiments._found_runs import read_runs
+from innerloop.experiments.report import main, report
+
+CONFIG = {
+    "dataset": "omniglot",
+    "way": 5,
+    "shot": 1,
+    "model": "vgg",
+    "inner_optim": "sgd",
+    "seed": 0,
+    "iterations": 300,
+}
+RATES = [[0.1, 0.2, 0.3], [0.1, 0.0, -0.1]]  # [steps, groups]
+
+
+def records(count=3, **learned):
+    return [
+        {
+            "epoch": k + 1,
+            "iteration": 100 * (k + 1),
+            "train_loss": 1.0 / (k + 1),
+            "val_accuracy": 0.5 + k / 10,
+            "learned": {"lr": RATES, **learned},
+        }
+        for k in range(count)
+    ]
+
+
+def make(folder, accuracy=0.99, metrics=None, **config):
+    """An invented run; without an accuracy it is not finished."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    lines = [json.dumps(record) for record in (records() if metrics is None else metrics)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if accuracy is not None:
+        result = {"accuracy": accuracy, "interval": 0.002, "epoch": 3, "seconds": 90.0}
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def means(*folders):
+    runs, remarks = read_runs(folders)
+    return averaged(runs, remarks), remarks
+
+
+def words(line):
+    return [word.strip() for word in re.split("[│┃]", line)[1:-1]]
+
+
+# The paper's numbers. -----------------------------------------------------------------------------
+
+
+def test_table_1_of_the_paper_agrees_with_its_appendix():
+    for cell in paper.CELLS:
+        assert paper.APPENDIX[paper.Setup(*cell, "vgg", "sgd")] == paper.BASE[cell]
+        assert paper.APPENDIX[paper.Setup(*cell, *paper.BEST_SETUP[cell])] == paper.BEST[cell]
+        fitting = [r.mean for s, r in paper.APPENDIX.items() if s.cell == cell]
+        assert max(fitting) == paper.BEST[cell].mean
+
+
+def test_the_appendix_has_the_papers_38_rows():
+    assert len(paper.APPENDIX) == 38
+    assert {setup.cell for setup in paper.APPENDIX} == set(paper.CELLS)
+
+
+# Means and tables. --------------------------------------------------------------------------------
+
+
+def test_mean_and_spread_over_seeds(tmp_path):
+    for seed, accuracy in enumerate((0.98, 0.99, 1.0)):
+        make(tmp_path / str(seed), accuracy, seed=seed)
+    found, remarks = means(tmp_path)
+    (mean,) = found.values()
+    assert (mean.mean, mean.std, mean.seeds) == (pytest.approx(99), pytest.approx(1), 3)
+    assert not remarks
+
+
+def test_ours_beside_theirs_in_table_1(tmp_path):
+    make(tmp_path / "base", 0.99)
+    make(tmp_path / "best", 0.995, model="resnet-8", inner_optim="adam")
+    rows = {row[0]: row[1] for row in table_1(means(tmp_path)[0]).rows if row[0].strip()}
+    assert rows["MAML++ (Antoniou et al.)"] == "99.53 ± 0.26"
+    assert rows["innerloop (base)"] == "99.00"
+    assert rows["innerloop (best)"] == "99.50"
+    table = table_1(means(tmp_path)[0])
+    differences = [row[1] for row in table.rows if row[0] == "  difference"]
+    assert differences == ["-0.62", "-0.41"]
+    assert [row[1:3] for row in table.rows if row[0] == "  seeds"] == [["1", "-"]] * 2
+    assert table.rows[-1] == ["", "resnet-8+Adam", *["-"] * 5]
+
+
+def test_the_appendix_in_the_papers_form(tmp_path):
+    make(tmp_path / "0", 0.97, way=20, seed=0)
+    make(tmp_path / "1", 0.98, way=20, seed=1)
+    make(tmp_path / "2", 0.60, dataset="glyphs", model="mlp")
+    table = appendix(means(tmp_path)[0])
+    assert len(table.rows) == 39
+    assert table.rows[0][:7] == ["mini-imagenet", "5", "1", "densenet-8", "SGD", "46.08", "1.40"]
+    assert table.rows[3][:6] == ["", "", "", "", "SGD", "54.36"]
+    ours = [row for row in table.rows if row[9] == "2"]
+    assert ours == [["", "", "", "", "SGD", "97.21", "0.11", "97.50", "0.71", "2", "+0.29"]]
+    assert table.rows[-1][:7] == ["glyphs", "5", "1", "mlp", "SGD", "-", "-"]
+    assert table.rows[-1][7:] == ["60.00", "-", "1", "-"]
+
+
+def test_runs_with_other_settings_are_not_averaged(tmp_path):
+    make(tmp_path / "a", 0.90, seed=0)
+    make(tmp_path / "b", 0.92, seed=1)
+    make(tmp_path / "c", 0.99, seed=2, iterations=9)
+    found, remarks = means(tmp_path)
+    (mean,) = found.values()
+    assert mean.seeds == 2 and mean.mean == pytest.approx(91)
+    assert [(r.folder.name, "other settings" in r.text) for r in remarks] == [("c", True)]
+
+
+def test_folder_and_device_are_no_settings(tmp_path):
+    make(tmp_path / "a", seed=0, out="a", device="cpu", data="x")
+    make(tmp_path / "b", seed=1, out="b", device="cuda", data=None)
+    found, remarks = means(tmp_path)
+    assert next(iter(found.values())).seeds == 2 and not remarks
+
+
+def test_the_same_seed_twice_counts_once(tmp_path):
+    make(tmp_path / "a", 0.9)
+    make(tmp_path / "b", 0.8)
+    found, remarks = means(tmp_path)
+    assert next(iter(found.values())).mean == pytest.approx(90)
+    assert "same settings and seed" in remarks[0].text
+
+
+def test_a_run_named_twice_is_read_once(tmp_path):
+    folder = make(tmp_path / "a")
+    runs, remarks = read_runs([tmp_path, folder, tmp_path / "." / "a"])
+    assert len(runs) == 1 and not remarks
+
+
+def test_unfinished_runs_are_listed_but_do_not_count(tmp_path):
+    make(tmp_path / "a", accuracy=None)
+    found, remarks = means(tmp_path)
+    assert not found and not remarks
+    out = tmp_path / "page.html"
+    assert "1 run, 0 finished" in report([tmp_path], out)
+    assert "not finished; validation accuracy 70.00 % after epoch 3" in out.read_text()
+
+
+def test_the_printed_tables(tmp_path):
+    make(tmp_path / "a", 0.9901)
+    lines = report([tmp_path], None).splitlines()
+    assert any(words(line)[:2] == ["innerloop (base)", "99.01"] for line in lines)
+    assert any(
+        words(line)[4:] == ["SGD", "99.62", "0.08", "99.01", "-", "1", "-0.61"] for line in lines
+    )
+    assert "1 run, 1 finished." in lines
+
+
+# The command. -------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    make(tmp_path / "runs" / "a")
+    out = tmp_path / "deep" / "page.html"
+    assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Table 1" in said and str(out) in said
+    assert out.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_command_without_any_run(tmp_path, capsys):
+    assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 1
+    assert "holds no run" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    folder = make(tmp_path / "a")
+    with pytest.raises(InnerLoopError, match="--out"):
+        report([folder], tmp_path)
+    assert main([str(folder), "--out", str(folder / "config.json" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+# Folders in any state. ----------------------------------------------------------------------------
+
+
+def write(name, content):
+    def damage(folder):
+        path = folder / name
+        path.unlink(missing_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def change(name, **values):
+    def damage(folder):
+        found = json.loads((folder / name).read_text())
+        found.update(values)
+        for key in [key for key, value in found.items() if value is ...]:
+            del found[key]
+        (folder / name).write_text(json.dumps(found))
+
+    return damage
+
+
+def as_folder(name):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return damage
+
+
+def as_pipe(name):
+    def damage(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def dangling(name):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to("nowhere")
+
+    return damage
+
+
+def metrics(*changed):
+    return write(
+        "metrics.jsonl", "\n".join(c if isinstance(c, str) else json.dumps(c) for c in changed)
+    )
+
+
+LINE = {"epoch": 1, "val_accuracy": 0.5}
+DAMAGES = {
+    "settings cut off": (write("config.json", '{"dataset": "omni'), "config.json is not JSON"),
+    "settings empty": (write("config.json", ""), "config.json is not JSON"),
+    "settings a list": (write("config.json", "[1]"), "holds no object"),
+    "settings binary": (write("config.json", b"\xff\xfe\x00"), "not text in UTF-8"),
+    "settings nested deep": (write("config.json", "[" * 200_000), "config.json is not JSON"),
+    "settings huge number": (write("config.json", '{"way": ' + "9" * 9999 + "}"), "not JSON"),
+    "settings huge file": (write("config.json", " " * (1 << 21)), "more than 1 MB"),
+    "settings without way": (change("config.json", way=..., seed=...), "has no way, seed"),
+    "way a text": (change("config.json", way="5"), "way = '5', not a whole number"),
+    "way a boolean": (change("config.json", way=True), "way = True"),
+    "way zero": (change("config.json", way=0), "way = 0"),
+    "seed a fraction": (change("config.json", seed=0.5), "seed = 0.5"),
+    "dataset null": (change("config.json", dataset=None), "dataset = None, not a text"),
+    "model a list": (change("config.json", model=["vgg"]), "not a text"),
+    "settings a pipe": (as_pipe("config.json"), "config.json is not a file"),
+    "settings a dangling link": (dangling("config.json"), "config.json is not a file"),
+    "result cut off": (write("result.json", '{"accuracy": 0.'), "result.json is not JSON"),
+    "result a folder": (as_folder("result.json"), "result.json is not a file"),
+    "result a pipe": (as_pipe("result.json"), "result.json is not a file"),
+    "accuracy missing": (change("result.json", accuracy=...), "no accuracy"),
+    "accuracy not a number": (write("result.json", '{"accuracy": NaN}'), "accuracy = nan"),
+    "accuracy infinite": (write("result.json", '{"accuracy": 1e999}'), "accuracy = inf"),
+    "accuracy in percent": (change("result.json", accuracy=99.1), "number from 0 to 1"),
+    "accuracy negative": (change("result.json", accuracy=-0.1), "number from 0 to 1"),
+    "accuracy a text": (change("result.json", accuracy="0.9" * 99), "accuracy = '0.9"),
+    "interval not a number": (change("result.json", interval="x"), "no interval"),
+    "metrics missing": (lambda folder: (folder / "metrics.jsonl").unlink(), "no metrics.jsonl"),
+    "metrics binary": (write("metrics.jsonl", b"\xff\x00"), "not text in UTF-8"),
+    "metrics a folder": (as_folder("metrics.jsonl"), "metrics.jsonl is not a file"),
+    "metrics cut off": (metrics(LINE, '{"epoch": 2, "val'), "lines left out, .*: 2"),
+    "metrics with NaN": (metrics(LINE, '{"epoch": 2, "val_accuracy": NaN}'), ": 2"),
+    "metrics of other kinds": (metrics(LINE, [1], 3, None, {"epoch": "1"}), ": 2, 3, 4, 5"),
+    "metrics all bad": (metrics(*["x"] * 9), "1, 2, 3, 4, 5, …"),
+    "epoch enormous": (metrics({"epoch": 10**30, "val_accuracy": 0.5}), ": 1"),
+    "learned a text": (metrics(LINE | {"learned": {"lr": "fast"}}), "no numbers: lr"),
+    "learned ragged": (metrics(LINE | {"learned": {"lr": [[1], [1, 2]]}}), "no numbers: lr"),
+    "learned nothing": (metrics(LINE | {"learned": {"lr": []}}), "no numbers: lr"),
+    "learned an object": (metrics(LINE | {"learned": {"lr": {"a": 1}}}), "no numbers: lr"),
+    "learned not finite": (
+        metrics('{"epoch": 1, "val_accuracy": 0.5, "learned": {"lr": [NaN, 1e999]}}'),
+        "no numbers: lr",
+    ),
+    "learned overflows": (metrics(LINE | {"learned": {"lr": [10**400]}}), "no numbers: lr"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_and_the_other_runs_are_reported(damage, tmp_path):
+    good = make(tmp_path / "runs" / "good", 0.9, seed=1)
+    bad = make(tmp_path / "runs" / "bad", 0.9)
+    spoil, said = DAMAGES[damage]
+    spoil(bad)
+    out = tmp_path / "page.html"
+    text = report([tmp_path / "runs"], out)
+    assert good.is_dir() and "90.00" in text
+    remarks = re.findall(r"<p><strong>(.*?)</strong> (.*?)</p>", out.read_text())
+    assert {Path(folder).name for folder, _ in remarks} == {"bad"}
+    plain = html.unescape("\n".join(told for _, told in remarks))
+    assert re.search(said, plain)
+    assert len(re.findall("^Remark: .*bad", text, re.M)) == len(remarks)
+
+
+HARMLESS = {
+    "learned a number": {"lr": 0.1},
+    "learned with gaps": {"lr": [0.1, None, 0.3]},
+    "learned betas of two": {"betas": [0.9, 0.99]},
+    "learned betas by group": {"betas": [[0.9, 0.99]] * 5},
+    "learned betas by coefficient": {"betas": [[0.9] * 5, [0.99] * 5]},
+    "learned enormous": {"lr": [1e300, 0.1]},
+    "learned much": {"lr": [[0.1] * 299] * 5},
+    "learned many steps": {"lr": [[0.1] * 4] * 40},
+    "nothing learned": {},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_learned_settings_of_every_shape_are_drawn(name, tmp_path):
+    lines = [{"epoch": k, "val_accuracy": 0.5, "learned": HARMLESS[name]} for k in range(3)]
+    folder = make(tmp_path / "a", metrics=lines)
+    out = tmp_path / "page.html"
+    assert "Remark" not in report([folder], out)
+    assert out.read_text().count("<svg") == 1 + len(HARMLESS[name])
+
+
+def test_folders_that_are_no_runs(tmp_path):
+    make(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / ".hidden").mkdir()
+    (tmp_path / "runs" / "file").touch()
+    (tmp_path / "runs" / "loop").symlink_to(tmp_path)
+    (tmp_path / "none").mkdir()
+    names = ("runs", "none", "missing", "runs/file")
+    text = report([tmp_path / name for name in names], None)
+    remarks = [line.removeprefix(f"Remark: {tmp_path}/") for line in text.splitlines()]
+    remarks = [line for line in remarks if line.startswith(("runs", "none", "missing"))]
+    because = "holds no run: there is no config.json in it or below it"
+    assert remarks == [
+        f"runs/empty {because}",
+        f"none {because}",
+        "missing does not exist",
+        "runs/file is not a folder",
+    ]
+
+
+def test_a_folder_that_may_not_be_read(tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / "config.json").chmod(0)
+    if os.access(folder / "config.json", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert "cannot be read" in report([folder], None)
+
+
+# The page. ----------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, ids and addresses."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.addresses, self.handlers = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                self.addresses.append(value)
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+def hostile(tmp_path):
+    names = {"model": EVIL, "dataset": f'"><{EVIL}', "inner_optim": "[bold]$\\frac{$&amp;--><"}
+    more = {EVIL: EVIL, "\x1b[31m": "\x1b]0;title\x07", "odd": "\ud800\u202e\u0000"}
+    lines = records(**{EVIL: [0.1], "$x": [0.2]})
+    return make(tmp_path / "runs" / "<b>run'\"&", metrics=lines, **names, **more)
+
+
+def test_names_are_escaped_everywhere(tmp_path):
+    hostile(tmp_path)
+    make(tmp_path / "runs" / "<i>broken", **{"way": EVIL})
+    out = tmp_path / "page.html"
+    text = report([tmp_path / "runs"], out)
+    content = out.read_text(encoding="utf-8")
+    page = Page(content)
+    assert not {"script", "img", "b", "i", "iframe", "object"} & set(page.tags)
+    assert not page.handlers
+    assert "&lt;script&gt;alert(1)" in content
+    assert "\x1b" not in text + content and "\x07" not in text + content
+    assert "[bold]" in text  # not taken for a style
+    text.encode()
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    for seed in range(2):
+        make(tmp_path / str(seed), seed=seed)
+        make(tmp_path / f"twenty {seed}", seed=seed, way=20, model="resnet-4")
+    out = tmp_path / "page.html"
+    report([tmp_path], out)
+    content = out.read_text()
+    page = Page(content)
+    assert page.tags.count("svg") == 2 + 4
+    assert all(a.startswith(("#", "data:,")) for a in page.addresses)
+    assert "@import" not in content and "default-src 'none'" in content
+    assert all(target.startswith("#") for target in re.findall(r"url\((.*?)\)", content))
+    assert len(page.ids) == len(set(page.ids))
+    used = {a[1:] for a in page.addresses if a.startswith("#")}
+    assert used | set(re.findall(r"url\(#(.*?)\)", content)) <= set(page.ids)
+
+
+def test_same_runs_same_page(tmp_path):
+    make(tmp_path / "runs" / "a")
+    pages = [tmp_path / "one.html", tmp_path / "two.html"]
+    for page in pages:
+        report([tmp_path / "runs"], page)
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+
+
+def test_every_setting_of_a_run_is_on_the_page(tmp_path):
+    make(tmp_path / "a", unusual_setting=[1, "two"])
+    out = tmp_path / "page.html"
+    report([tmp_path], out)
+    assert "unusual_setting" in out.read_text() and "[1, &#34;two&#34;]" in out.read_text()
+
+
+def browser():
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="there is no Chromium or Chrome to open the page in")
+@pytest.mark.parametrize("kind", ["ordinary", "hostile"])
+def test_a_browser_opens_the_page_without_errors(kind, tmp_path):
+    if kind == "hostile":
+        hostile(tmp_path)
+    make(tmp_path / "runs" / "a")
+    out = tmp_path / "page.html"
+    report([tmp_path / "runs"], out)
+    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--enable-logging=stderr", "--log-level=0", f"--user-data-dir={tmp_path / 'user'}"]
+    done = subprocess.run([*command, out.as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    page = Page(done.stdout)
+    assert page.tags.count("table") >= 3 and page.tags.count("svg") >= 2
+    assert not {"script", "img"} & set(page.tags)
+
+
+def test_the_module_says_how_to_call_it(capsys):
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    assert "RUNS" in capsys.readouterr().out
