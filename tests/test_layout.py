@@ -12,7 +12,7 @@ import innerloop
 PACKAGE = Path(innerloop.__file__).parent
 
 # Each part may import from itself and from those named; `__init__` re-exports and is not ruled.
-FOUNDATIONS = {"_tree", "_numerics", "errors"}
+FOUNDATIONS = {"_tree", "_numerics", "_watch", "errors"}
 CORE = FOUNDATIONS | {
     "_tracing",
     "nn",
@@ -29,9 +29,10 @@ ALLOWED = {
     "errors": set(),
     "_tree": set(),
     "_numerics": set(),
+    "_watch": set(),
     "_tracing": set(),
     "nn": {"_tracing"},
-    "_kernels": {"errors", "nn"},
+    "_kernels": {"errors", "nn", "_watch"},
     "_second_order": {"errors"},
     "_rebind": set(),
     "functional": FOUNDATIONS | {"_kernels", "_rebind"},

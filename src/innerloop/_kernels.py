@@ -15,6 +15,7 @@ from torch.backends import cuda
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from innerloop._watch import embedding
 from innerloop.nn.batch_norm import batch_norm_forward
 
 
@@ -111,6 +112,8 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         exact["forward"] = batch_norm_forward
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
+    elif kind is nn.Embedding:
+        exact["forward"] = _embedding_forward
     elif kind is _WeightNorm:
         exact["forward"] = _weight_norm_forward
     return exact
@@ -126,6 +129,14 @@ def _recurrent_forward(kind: type[nn.Module]) -> Callable[..., Any]:
             return kind.forward(self, *args, **kwargs)
 
     return forward
+
+
+def _embedding_forward(self: nn.Module, input: Tensor) -> Tensor:
+    """Without any derivative of the padding, forward-mode ones too, which torch's has."""
+    if self.padding_idx is None or self.max_norm is not None or self.sparse:
+        return nn.Embedding.forward(self, input)  # type: ignore[arg-type]
+    scaled = self.scale_grad_by_freq
+    return embedding(input, self.weight, self.padding_idx, scale_grad_by_freq=scaled)  # type: ignore[arg-type]
 
 
 def _weight_norm_forward(self: nn.Module, g: Tensor, v: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from innerloop import _tree
+from innerloop._watch import BatchedWatch, Draws, ForeignError, no_fast_path
 from innerloop.errors import InnerLoopError
 
 
@@ -45,14 +46,21 @@ def mapped(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def _vmapped(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    draws = Draws()
     try:
-        return torch.vmap(one, randomness="different")(*tensors)
+        with BatchedWatch(), no_fast_path:
+            found = torch.vmap(one, randomness="different")(*tensors)
     except InnerLoopError:
         raise
+    except ForeignError as error:
+        raise NotBatchableError(str(error)) from error
     except Exception as error:
         if not _refusals(error):
             raise
         raise NotBatchableError(f"{_layer(error)}: {_first_line(error)}") from error
+    if draws.undone():
+        raise NotBatchableError("the loss or the model draws random numbers outside torch")
+    return found
 
 
 def _refusals(error: Exception) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "flatten",
     "map",
     "opaque",
+    "plain",
     "structure",
     "unflatten",
 ]
@@ -69,6 +70,11 @@ _PLAIN = frozenset(
     | {FunctionType, BuiltinFunctionType, MethodType, ModuleType}
 )
 _SEARCH_LIMIT = 1000
+
+
+def plain(value: Any) -> bool:
+    """Whether a leaf cannot change without becoming another object."""
+    return type(value) in _PLAIN
 
 
 def opaque(leaves: Iterable[Any]) -> Any:

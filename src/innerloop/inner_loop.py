@@ -212,7 +212,32 @@ class InnerLoop(nn.Module):
     def _compiled(
         self, compiler: Compiler, batches: list[Any], val: Any, way: Way | None
     ) -> Tensor:
-        key = fingerprint(
+        key = self._fingerprint()
+        if isinstance(self.backward, Truncated) and self.backward.carry:
+            raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
+        run = compiler.known(
+            (key, len(batches), *self._where()),
+            lambda: self.prepared(len(batches)),
+            self._is_fresh(),
+        )
+        run = dataclasses.replace(run, meta=self.meta(run.step.rule))
+        made = compiler.programs.count
+        if way is None:
+            found = compiler.loss(run, batches, val, self._value, key)
+        else:
+            found = compiler.losses(self._several(run, batches, val, self._value), way, key)
+        if compiler.programs.count > made and self._fingerprint() != key:
+            compiler.programs.known.clear()
+            raise NotCompilableError(
+                "the loss or the model changes numbers or objects that it holds, and was called "
+                "some more times for the attempt"
+            )
+        return found
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        """What a recorded program depends on besides the tensors that it is given."""
+        kinds = ("cpu", "cuda")
+        return fingerprint(
             self.model,
             self.optimizer,
             self.loss,
@@ -222,17 +247,15 @@ class InnerLoop(nn.Module):
             self.first_order,
             self.backward,
             self.learned,
-            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+            *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
         )
-        if isinstance(self.backward, Truncated) and self.backward.carry:
-            raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
-        run = compiler.known(
-            (key, len(batches)), lambda: self.prepared(len(batches)), self._is_fresh()
-        )
-        run = dataclasses.replace(run, meta=self.meta(run.step.rule))
-        if way is None:
-            return compiler.loss(run, batches, val, self._value, key)
-        return compiler.losses(self._several(run, batches, val, self._value), way, key)
+
+    def _where(self) -> list[Any]:
+        """Which memory the model's and the loss's tensors are in; ``p.data = ...`` changes it."""
+        modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
+        tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
+        return [(t.data_ptr(), t.shape) for t in tensors]
 
     def _is_fresh(self) -> bool:
         """Whether every call begins alike: no state of the optimizer, no schedule under way."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from innerloop.compiled._program import NotCompilableError
+
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
-_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset)
-_DEPTH = 8
-_MOST = 5000  # values: a look at everything must not take longer than the program
+_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque)
+_DEPTH = 50
+_MOST = 200_000  # values: a look at everything must not take longer than the program
+_BYTES = 1 << 20
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
 
@@ -24,7 +29,8 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
 
     Numbers, strings and flags by value; tensors and everything else by identity. Followed are
     closures, globals that functions name, defaults, partials, bound objects, containers,
-    attributes, and the methods and attributes of classes, to some depth.
+    attributes, and the methods and attributes of classes. What cannot be looked through is refused:
+    a change in it would go unnoticed.
     """
     seen: set[int] = set()
     found: list[Any] = []
@@ -38,14 +44,24 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
                 found += (kind, value)
             elif isinstance(value, Tensor):
                 found += (id(value), value.requires_grad)
+            elif isinstance(value, torch.Generator):
+                raise NotCompilableError("it has a torch.Generator of its own")
+            elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+                if value.nbytes > _BYTES:
+                    raise NotCompilableError("it uses a large NumPy array, which may change")
+                found += (kind, value.tobytes())
             else:
                 # Containers may have been made for the occasion.
                 found.append(kind if isinstance(value, _CONTAINERS) else id(value))
                 if id(value) not in seen:
                     seen.add(id(value))
                     below += _parts(value)
-        level = below[: _MOST - len(found)]
-    return tuple(found)
+        level = below
+        if len(found) + len(level) > _MOST:
+            break
+        if not level:
+            return tuple(found)
+    raise NotCompilableError("the model or the loss holds more objects than can be looked through")
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -58,7 +74,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield from value.keys()
         yield from value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from value
     elif isinstance(value, nn.Module):
         yield from _parts_of_module(value)
@@ -97,6 +113,19 @@ def _parts_of_class(kind: type) -> Iterator[Any]:
                 yield member
 
 
+def _of_module(module: types.ModuleType, names: tuple[str, ...], depth: int = 3) -> Iterator[Any]:
+    """What code that names these attributes may read of a module that is not a library's."""
+    if module.__name__.partition(".")[0] in _LIBRARIES:
+        return
+    for name in names:
+        found = vars(module).get(name)
+        if isinstance(found, types.ModuleType):
+            if depth and found is not module:
+                yield from _of_module(found, names, depth - 1)
+        elif found is not None:
+            yield found
+
+
 @functools.cache
 def _own_bases(kind: type) -> tuple[type, ...]:
     return tuple(b for b in kind.__mro__ if b.__module__.partition(".")[0] not in _LIBRARIES)
@@ -126,8 +155,10 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
 def _globals(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]:
     """What a function, or one defined in it, finds by name in its module."""
     for name in code.co_names:
-        found = function.__globals__.get(name)
-        if found is not None and not isinstance(found, types.ModuleType):
+        found = function.__globals__.get(name, sys.modules.get(name))
+        if isinstance(found, types.ModuleType):
+            yield from _of_module(found, code.co_names)
+        elif found is not None:
             yield found
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -16,6 +16,7 @@ from innerloop._ambient import devices_of, preserved, written
 from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 from innerloop._tree import differentiable
+from innerloop._watch import Draws, ForeignError, Watch
 
 Flat = Callable[..., Sequence[Tensor]]
 
@@ -29,20 +30,28 @@ class Recorded:
 
     def __init__(self, function: Flat, inputs: Sequence[Tensor]) -> None:
         self.inputs = [t.detach() for t in inputs]
-        with tracing(), _one_error(), preserved(devices_of(inputs)):
+        draws = Draws()
+        with tracing(), _one_error(), preserved(devices_of(inputs)), Watch(reads=True):
             from torch.fx.experimental.proxy_tensor import make_fx
 
             self.graph = make_fx(function)(*self.inputs)
+        if draws.undone():
+            raise NotCompilableError("it draws random numbers outside torch")
+        # First, since of what has no other use a shape may have been used.
+        for node in self.graph.graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise NotCompilableError(
+                    "it draws random numbers, which a compiled program would draw differently"
+                )
+            if _shaped_by_values(node):
+                raise NotCompilableError(
+                    f"{node.target} has a result whose shape depends on values"
+                )
         _without_alpha(self.graph.graph)
         self.graph.graph.eliminate_dead_code()
         self.graph.recompile()
         for node in self.graph.graph.nodes:
             node.meta.clear()  # Examples of values, each of a mode of its own; others are made.
-            tags = getattr(node.target, "tags", ())
-            if torch.Tag.nondeterministic_seeded in tags:
-                raise NotCompilableError(
-                    "it draws random numbers, which a compiled program would draw differently"
-                )
 
     @property
     def size(self) -> int:
@@ -51,14 +60,14 @@ class Recorded:
 
     def compiled(self, options: dict[str, Any] | None, backend: str) -> Flat:
         if backend == "eager":
-            return self.graph
+            return _uncast(self.graph)
         with torch.no_grad(), _one_error():
             from torch import _inductor
 
             options = self._launched() | (options or {})
             program: Any = _inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[arg-type]
             self._check(program)
-        return program
+        return _uncast(program)
 
     def _launched(self) -> dict[str, Any]:
         """Kernels are called from C++ on the CPU: from Python, calls take as long as small ones."""
@@ -98,6 +107,31 @@ def _without_alpha(graph: torch.fx.Graph) -> None:
             node.args, node.kwargs = (node.args[0], scaled), {}
 
 
+def _shaped_by_values(node: torch.fx.Node) -> bool:
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not torch.ops.aten.index.Tensor:
+        return True
+    indices = [i.meta.get("val") for i in node.args[1] if i is not None]  # type: ignore[union-attr]
+    return any(not isinstance(i, Tensor) or i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _uncast(program: Flat) -> Flat:
+    """Casts were recorded; those of the caller's autocast are not to come on top."""
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            return program(*tensors)
+        kinds = {t.device.type for t in tensors}
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                if torch.amp.is_autocast_available(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return program(*tensors)
+
+    return run
+
+
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
     """Whatever goes wrong while recording or compiling, the computation can run as it is."""
@@ -112,7 +146,8 @@ def _one_error() -> Iterator[None]:
         first, *rest = str(error).strip().splitlines() or [type(error).__name__]
         # What a C++ compiler complains of stands further below.
         detail = next((f" ({line.strip()[:200]})" for line in rest if "error:" in line), "")
-        raise NotCompilableError(first + detail) from error
+        name = "" if isinstance(error, RuntimeError | ForeignError) else type(error).__name__ + ": "
+        raise NotCompilableError(name + first + detail) from error
 
 
 class Values:
@@ -222,6 +257,12 @@ class Layout:
 
 
 def _plain(value: Any) -> Any:
+    own = type(value).__module__.partition(".")[0] == "innerloop"
+    if not own and not _tree.plain(value):
+        raise NotCompilableError(
+            f"there is a {type(value).__name__} among the batches, settings or states, whose "
+            "content may change; tensors in tuples, lists and dictionaries can be compiled"
+        )
     try:
         hash(value)
     except TypeError:

@@ -17,6 +17,7 @@ from torch._C import _autograd
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast
 from innerloop._tree import differentiable
+from innerloop._watch import Draws, ForeignError, Watch
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, Way, warn_of_loop
@@ -64,8 +65,14 @@ class threads(Way):
         before = torch.get_rng_state()
         count = min(self.n or torch.get_num_threads(), tasks.count)
         each = [_Task(tasks, t) for t in range(tasks.count)]
-        _parallel(count, each, _Task.run)
-        if not torch.equal(before, torch.get_rng_state()):
+        draws = Draws()
+        try:
+            _parallel(count, each, _Task.run)
+        except ForeignError as error:
+            draws.undone()
+            torch.set_rng_state(before)
+            return None, f"that {error}"
+        if draws.undone() or not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             return None, "that the model or the loss draws random numbers, as dropout does"
         if any(task.strangers for task in each):
@@ -87,7 +94,7 @@ class _Task:
         """Which leaves of the result a gradient can come to."""
 
     def run(self) -> None:
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored():
+        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), Watch():
             found = self.tasks.one(self.number, self._of)
         self.leaves, self.spec = _tree.flatten(found)
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]

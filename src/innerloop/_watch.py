@@ -1,0 +1,120 @@
+"""What a computation must not do while it is batched, spread over threads, or recorded."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class ForeignError(Exception):
+    """What was done that has no place in another order, or in a recording."""
+
+
+_READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
+
+
+class Watch(TorchFunctionMode):
+    """Refuses a draw from a generator before it is made and, with ``reads``, a look at values."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            raise ForeignError("it draws from a torch.Generator of its own")
+        if self._reads and func in _READS:
+            raise ForeignError(f"it looks at values by .{func.__name__}()")
+        return func(*args, **kwargs)
+
+
+class BatchedWatch(Watch):
+    """The same inside ``vmap``, whose rule for embeddings forgets the padding."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.embedding:
+            return embedding(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """``F.embedding`` whose padding has no derivative, of any kind."""
+    found = functional.embedding(input, weight, None, max_norm, *args, **kwargs)
+    if padding_idx is None:
+        return found
+    padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    return torch.where(padding, found.detach(), found)
+
+
+class Draws:
+    """The random state of Python and of NumPy at one moment."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        module = sys.modules.get("numpy")
+        self._numpy = module.random if module is not None else None
+        self._state = self._numpy.get_state() if self._numpy is not None else None
+
+    def undone(self) -> bool:
+        """Go back to it; whether there was anything to undo."""
+        changed = random.getstate() != self._python
+        if changed:
+            random.setstate(self._python)
+        if self._numpy is not None and self._state is not None:
+            now = self._numpy.get_state()
+            if (
+                now[2] != self._state[2]
+                or (now[1] != self._state[1]).any()
+                or now[3:] != self._state[3:]
+            ):
+                self._numpy.set_state(self._state)
+                changed = True
+        return changed
+
+
+class _NoFastPath:
+    """While any thread is inside, attention layers do not take torch's path for inference.
+
+    It has no derivative, and under ``vmap`` weights do not look as if they required one. The switch
+    is one for the whole process, so entries are counted and the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._before = 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+no_fast_path = _NoFastPath()
