@@ -64,7 +64,7 @@ class Config:
     data: Annotated[Path | None, "folder of the dataset (default: INNERLOOP_DATA)"] = None
     out: Annotated[Path, "folder of the run"] = Path("out/maml")
     device: Annotated[str, "where to compute"] = "cpu"
-    tasks_by: Annotated[str, f"one of {', '.join(WAYS)}"] = "threads"
+    tasks_by: Annotated[str, f"one of {', '.join(WAYS)}"] = "vmap"
     backward: Annotated[str, f"one of {', '.join(STRATEGIES)}"] = "tape"
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "folder": {**_MINI, "iterations": 50_000, "tasks": 2, "val_tasks": 600, "ensemble": 5},
     },
     "quick": {
-        "glyphs": {**_OMNIGLOT, "filters": 16, "iterations": 400, "epoch": 100}
+        "glyphs": {**_OMNIGLOT, "filters": 16, "iterations": 300, "epoch": 100}
         | {"multi_step_epochs": 0, "first_order_epochs": 1, "val_tasks": 100},
         "omniglot": {**_OMNIGLOT, "iterations": 3000, "epoch": 250}
         | {"multi_step_epochs": 0, "first_order_epochs": 2, "ensemble": 3},
