@@ -227,7 +227,7 @@ def test_killed_at_random_20_times(tmp_path: Path) -> None:
         started = (folder / "config.json").exists()
         how = ["maml", "--resume", str(folder)] if started else flags(folder, **changed)
         process = subprocess.Popen(
-            [*command, *how], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+            [*command, *how], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
         )
         time.sleep(3 + 4 * chance.random() + 0.1 * kill)
         process.send_signal(signal.SIGKILL)
