@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -19,8 +18,9 @@ from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import maml
+from innerloop.experiments._command_line import from_json
 from innerloop.experiments._few_shot import step_weights
-from innerloop.experiments._run import Run, Stop
+from innerloop.experiments._run import Run
 
 TINY = {
     "--model": "mlp",
@@ -96,27 +96,21 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5])
-def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "stopped"
-    config = dataclasses.replace(maml.from_json(maml.Config, Run(whole).config()), out=folder)
-    run = Run(folder)
-    run.start(maml.as_json(config))
+    advance = maml.Training.advance
 
-    class After(Stop):
-        @property
-        def asked(self) -> bool:
-            return training.progress.iteration >= after
+    def asking(training: maml.Training) -> dict[str, str]:
+        if training.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(training)
 
-        @asked.setter
-        def asked(self, value: bool) -> None: ...
-
-    class Silent:
-        def advance(self, *_: object) -> None: ...
-
-        def epoch(self, *_: object) -> None: ...
-
-    training = maml.Training(config, run)
-    assert not training.train(After(), Silent())
+    with monkeypatch.context() as patch:
+        patch.setattr(maml.Training, "advance", asking)
+        assert main(flags(folder)) == 130
+    assert not (folder / "result.json").exists()
     assert main(["maml", "--resume", str(folder)]) == 0
     assert untimed(folder) == untimed(whole)
 
@@ -209,9 +203,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 def test_a_configuration_of_unknown_settings_is_refused() -> None:
     with pytest.raises(InnerLoopError, match="inner_lr"):
-        maml.from_json(maml.Config, {"inner_lrr": 0.1})
+        from_json(maml.Config, {"inner_lrr": 0.1})
     with pytest.raises(InnerLoopError, match="way"):
-        maml.from_json(maml.Config, {"way": "5"})
+        from_json(maml.Config, {"way": "5"})
 
 
 @pytest.mark.slow

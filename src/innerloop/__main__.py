@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        module = importlib.import_module(COMMANDS[name][0])
+        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] == "innerloop":
             raise
@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return module.main(rest) or 0
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ _SHOWN = 3  # tasks
 _QUERIES = 5  # of each
 
 
-def draw(training: Any, result: dict[str, Any]) -> None:
+def draw(training: Any, folder: Path, result: dict[str, Any]) -> None:
     """All of them, into the folder of the run."""
-    folder, records = training.run.folder, training.progress.records
+    records = training.records
     _save(accuracy(records, result, training.config.way), folder / "accuracy.png")
     for name in records[-1]["learned"]:
         _save(learned(name, records), folder / f"learned-{name}.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -11,22 +12,20 @@ from innerloop.experiments._run import Run
 
 
 class Bar:
-    """Loss, validation accuracy, tasks per second and the time left."""
+    """Units done, what the experiment has to say of the last one, and the time left."""
 
-    def __init__(self, config: Any, progress: Any, run: Run, quiet: bool) -> None:
-        self._tasks = config.tasks
+    def __init__(self, experiment: Any, run: Run, quiet: bool) -> None:
         self._bar: Any = tqdm(
-            total=config.iterations,
-            initial=progress.iteration,
-            unit=" updates",
+            total=experiment.total,
+            initial=experiment.done,
+            unit=f" {experiment.unit}",
             disable=quiet,
             dynamic_ncols=True,
             smoothing=0.05,
         )
-        self._events = SummaryWriter(str(run.folder), purge_step=progress.iteration + 1)
-        last = progress.records[-1] if progress.records else None
-        self._accuracy = last["val_accuracy"] if last else None
-        self._loss: float | None = None
+        self._known = 0
+        last = [self._step(record) for record in experiment.records]
+        self._events = SummaryWriter(str(run.folder), purge_step=last[-1] + 1 if last else 0)
 
     def __enter__(self) -> Bar:
         return self
@@ -35,29 +34,37 @@ class Bar:
         self._bar.close()
         self._events.close()
 
-    def advance(self, loss: float, progress: Any) -> None:
-        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-        shown = {"loss": f"{self._loss:.3f}"}
-        if self._accuracy is not None:
-            shown["val"] = f"{100 * self._accuracy:.1f} %"
-        rate = self._bar.format_dict["rate"]
-        if rate:
-            shown["tasks/s"] = f"{rate * self._tasks:.1f}"
+    def advance(self, shown: dict[str, str]) -> None:
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(1)
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        self._accuracy = record["val_accuracy"]
-        step = record["iteration"]
-        for name in ("train_loss", "val_accuracy", "meta_lr"):
-            self._events.add_scalar(name, record[name], step)
-        for name, values in record["learned"].items():
-            flat = _flat(values)
-            self._events.add_scalar(f"learned/{name}/mean", sum(flat) / len(flat), step)
-            self._events.add_scalar(f"learned/{name}/least", min(flat), step)
-            self._events.add_scalar(f"learned/{name}/most", max(flat), step)
+    def record(self, found: list[dict[str, Any]]) -> None:
+        """Numbers as they are; of many under one name, the mean, the least and the most."""
+        for record in found:
+            step = self._step(record)
+            for name, value in _scalars(record):
+                self._events.add_scalar(name, value, step)
         self._events.flush()
+
+    def _step(self, record: dict[str, Any]) -> int:
+        self._known += 1
+        return record.get("iteration", self._known)
+
+
+def _scalars(values: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _scalars(value, f"{name}/{key}" if name else key)
+    elif isinstance(values, list):
+        if flat := _flat(values):
+            yield f"{name}/mean", sum(flat) / len(flat)
+            yield f"{name}/least", min(flat)
+            yield f"{name}/most", max(flat)
+    elif isinstance(values, int | float) and name != "iteration":
+        yield name, values
 
 
 def _flat(values: Any) -> list[float]:
-    return [x for v in values for x in _flat(v)] if isinstance(values, list) else [values]
+    if isinstance(values, list):
+        return [x for v in values for x in _flat(v)]
+    return [values] if isinstance(values, int | float) else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,19 +18,11 @@ from torch import Tensor
 
 from innerloop import data, models
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import (
-    Parser,
-    as_json,
-    check_choice,
-    from_json,
-    parse,
-    refuse,
-)
+from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._experiment import Experiment, command
 from innerloop.experiments._few_shot import INNER, STRATEGIES, WAYS, FewShot, step_weights
-from innerloop.experiments._run import RESULT, Run, Stop, stoppable
 
 DATASETS = data.NAMES
-_STOPPED = 130
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
 
 
@@ -140,24 +131,11 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**values, **given})
 
 
-@dataclasses.dataclass
-class Progress:
-    """Where a run is, and what it found so far."""
-
-    iteration: int = 0
-    loss: float = 0.0
-    """Sum over the epoch under way."""
-    seconds: float = 0.0
-    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    best: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """The best epochs with their learned parameters, best first."""
-
-
-class Training:
+class Training(Experiment):
     """One run from its configuration to its result."""
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self.config, self.run = config, run
+    def __init__(self, config: Config) -> None:
+        self.config = config
         splits = data.load(config.dataset, root=config.data, seed=config.seed, device=config.device)
         self.splits = splits
         shape = splits.train.pixels.shape
@@ -185,7 +163,15 @@ class Training:
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
         self.sampler = self._sampler(splits.train, config.tasks, config.seed)
-        self.progress = Progress()
+        self.loss = 0.0
+        """Sum over the epoch under way."""
+        self.shown: dict[str, str] = {}
+        self.best: list[dict[str, Any]] = []
+        """The best epochs with their learned parameters, best first."""
+
+    @property
+    def total(self) -> int:
+        return self.config.iterations
 
     def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
         c = self.config
@@ -201,7 +187,9 @@ class Training:
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": torch.get_rng_state(),
-            "progress": dataclasses.asdict(self.progress),
+            "loss": self.loss,
+            "shown": self.shown,
+            "best": self.best,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,69 +198,54 @@ class Training:
         self.schedule.load_state_dict(state["schedule"])
         self.sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
-        self.progress = Progress(**state["progress"])
-
-    def save(self) -> None:
-        self.run.save(self.state_dict())
+        self.loss, self.shown, self.best = state["loss"], state["shown"], state["best"]
 
     # --- work ---------------------------------------------------------------------------------
 
-    def train(self, stop: Stop, bar: Any) -> bool:
-        """Go on to the end, or until asked to stop. Whether it is the end."""
-        c, progress = self.config, self.progress
-        while progress.iteration < c.iterations:
-            began = time.perf_counter()
-            epoch = progress.iteration // c.epoch
-            weights = step_weights(c.steps, epoch, c.multi_step_epochs)
-            loss = self.learner.update(self.sampler.sample(), weights, epoch < c.first_order_epochs)
-            if not math.isfinite(loss):
-                raise InnerLoopError(
-                    f"The loss is {loss} after {progress.iteration} updates: training diverged. "
-                    f"Try a smaller --inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
-                )
-            progress.iteration += 1
-            progress.loss += loss
-            done = progress.iteration == c.iterations
-            if done or progress.iteration % c.epoch == 0:
-                self._end_epoch(epoch, began, bar)
-            else:
-                progress.seconds += time.perf_counter() - began
-            bar.advance(loss, self.progress)
-            if stop.asked and not done:
-                self.save()
-                return False
-        return True
+    def advance(self) -> dict[str, str]:
+        c = self.config
+        epoch = self.done // c.epoch
+        weights = step_weights(c.steps, epoch, c.multi_step_epochs)
+        began = time.perf_counter()
+        loss = self.learner.update(self.sampler.sample(), weights, epoch < c.first_order_epochs)
+        rate = c.tasks / (time.perf_counter() - began)
+        if not math.isfinite(loss):
+            raise InnerLoopError(
+                f"The loss is {loss} after {self.done} updates: training diverged. "
+                f"Try a smaller --inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
+            )
+        self.loss += loss
+        self.shown |= {"loss": f"{loss:.3f}", "tasks/s": f"{rate:.1f}"}
+        if self.done + 1 in (c.iterations, (epoch + 1) * c.epoch):
+            self._end_epoch(epoch)
+        return self.shown
 
-    def _end_epoch(self, epoch: int, began: float, bar: Any) -> None:
-        c, progress = self.config, self.progress
-        length = progress.iteration - epoch * c.epoch
+    def _end_epoch(self, epoch: int) -> None:
+        c = self.config
+        iteration = self.done + 1
         accuracies = self.accuracies(self.splits.val, c.val_tasks, _VAL_SEED)
-        progress.seconds += time.perf_counter() - began
         record = {
             "epoch": epoch + 1,
-            "iteration": progress.iteration,
-            "train_loss": progress.loss / length,
+            "iteration": iteration,
+            "train_loss": self.loss / (iteration - epoch * c.epoch),
             "val_accuracy": accuracies.mean().item(),
             "meta_lr": self.schedule.get_last_lr()[0],
-            "seconds": progress.seconds,
             "learned": self.learner.settings,
         }
-        progress.records.append(record)
-        progress.loss = 0.0
+        self.records.append(record)
+        self.loss = 0.0
+        self.shown["val"] = f"{100 * record['val_accuracy']:.1f} %"
         self._keep_best(record)
         self.schedule.step()
-        self.run.write_metrics(progress.records)
-        self.save()
-        bar.epoch(record)
 
     def _keep_best(self, record: dict[str, Any]) -> None:
         learned = {n: t.clone() for n, t in self.learner.inner.state_dict().items()}
         moments = copy.deepcopy(self.learner.meta_optimizer.state_dict())
         entry = {"epoch": record["epoch"], "val_accuracy": record["val_accuracy"]}
-        best = [*self.progress.best, entry | {"learned": learned, "moments": moments}]
+        best = [*self.best, entry | {"learned": learned, "moments": moments}]
         # Of equals, the later one.
         best.sort(key=lambda e: (-e["val_accuracy"], -e["epoch"]))
-        self.progress.best = best[: self.config.ensemble]
+        self.best = best[: self.config.ensemble]
 
     def probabilities(self, images: Any, tasks: int, seed: int) -> tuple[Tensor, Tensor]:
         """What the learner says of the same tasks each time, and the labels."""
@@ -297,7 +270,7 @@ class Training:
         c = self.config
         total: Tensor | None = None
         labels = torch.empty(0)
-        for entry in reversed(self.progress.best):
+        for entry in reversed(self.best):
             self.learner.inner.load_state_dict(entry["learned"])
             self.learner.meta_optimizer.load_state_dict(entry["moments"])
             said, labels = self.probabilities(self.splits.test, c.test_tasks, _TEST_SEED)
@@ -309,78 +282,32 @@ class Training:
             "accuracy": each.mean().item(),
             "interval": interval.item(),
             "test_tasks": len(each),
-            "epoch": self.progress.best[0]["epoch"],
-            "epochs": [entry["epoch"] for entry in self.progress.best],
-            "val_accuracy": self.progress.best[0]["val_accuracy"],
-            "iterations": self.progress.iteration,
-            "seconds": self.progress.seconds,
+            "epoch": self.best[0]["epoch"],
+            "epochs": [entry["epoch"] for entry in self.best],
+            "val_accuracy": self.best[0]["val_accuracy"],
+            "iterations": self.done,
         }
 
+    def draw(self, folder: Path, result: dict[str, Any]) -> None:
+        from innerloop.experiments import _few_shot_figures
 
-def train(config: Config, run: Run, *, resume: bool = False, quiet: bool = False) -> dict | None:
-    """Run it to its result, or until it is asked to stop: then there is none."""
-    from innerloop.experiments._progress import Bar
+        _few_shot_figures.draw(self, folder, result)
 
-    training = Training(config, run)
-    if not resume:
-        run.start(as_json(config))
-    state = run.load() if resume else None
-    if state is not None:
-        training.load_state_dict(state)
-    with stoppable() as stop, Bar(config, training.progress, run, quiet) as bar:
-        if not training.train(stop, bar):
-            return None
-    result = training.result()
-    run.write_json(RESULT, result)
-    from innerloop.experiments import _few_shot_figures
-
-    _few_shot_figures.draw(training, result)
-    return result
+    def told(self, result: dict[str, Any]) -> str:
+        c = self.config
+        return (
+            f"{c.dataset}, {c.way}-way {c.shot}-shot, {c.model} + {c.inner_optim}: "
+            f"{100 * result['accuracy']:.2f} % ± {100 * result['interval']:.2f} on "
+            f"{result['test_tasks']} test tasks, after {result['iterations']} updates in "
+            f"{result['seconds']:.0f} s (chance: {100 / c.way:.0f} %)."
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("innerloop maml", description=__doc__)
-    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
-    )
-    given = parse(Config, argv, parser)
-    preset, resume = given.pop("preset"), given.pop("resume")
-    try:
-        if resume is None:
-            config = configured(given, preset)
-            run = Run(config.out)
-        else:
-            run = Run(resume)
-            config = from_json(Config, run.config())
-            _check_resumed(config, given)
-        result = train(config, run, resume=resume is not None)
-    except InnerLoopError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if result is None:
-        print(f"Stopped. Go on with: innerloop maml --resume {run.folder}")
-        return _STOPPED
-    _show(config, run, result)
-    return 0
+    return command("maml", __doc__, Config, configured, Training, argv, _NEXT)
 
 
-def _check_resumed(config: Config, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if name != "data" and getattr(config, name) != value:
-            refuse(name, value, f"{getattr(config, name)}, as the run was started with")
-
-
-def _show(config: Config, run: Run, result: dict[str, Any]) -> None:
-    print(
-        f"{config.dataset}, {config.way}-way {config.shot}-shot, {config.model} + "
-        f"{config.inner_optim}: {100 * result['accuracy']:.2f} % ± {100 * result['interval']:.2f} "
-        f"on {result['test_tasks']} test tasks, after {result['iterations']} updates in "
-        f"{result['seconds']:.0f} s (chance: {100 / config.way:.0f} %)."
-    )
-    for path in sorted(run.folder.glob("*.png")):
-        print(path)
-    print("Next, try another inner optimizer: innerloop maml --inner-optim adam --out out/adam")
+_NEXT = "Next, try another inner optimizer: innerloop maml --inner-optim adam --out out/adam"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import maml
-from innerloop.experiments._command_line import Parser
+from innerloop.experiments._command_line import Parser, parse
+from innerloop.experiments._experiment import STOPPED
 from innerloop.experiments._run import CONFIG, RESULT, stoppable
 
 _GRID = {
@@ -31,7 +32,6 @@ _GRID = {
     "inner_optim": ["sgd", "adam"],
     "seed": [0, 1, 2],
 }
-_STOPPED = 130
 
 
 class Job(NamedTuple):
@@ -71,7 +71,7 @@ def _check(each: Sequence[Job]) -> None:
     for job in each:
         parser = Parser("innerloop sweep")
         parser.add_argument("--preset")
-        given = maml.parse(maml.Config, job.flags, parser)
+        given = parse(maml.Config, job.flags, parser)
         maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
 
 
@@ -86,7 +86,7 @@ def run(each: Sequence[Job], workers: int) -> dict[str, list[Job]]:
                 kind = "stopped"
             else:
                 code = _call(job, alone=workers == 1)
-                kind = {0: "finished", _STOPPED: "stopped"}.get(code, "failed")
+                kind = {0: "finished", STOPPED: "stopped"}.get(code, "failed")
             with lock:
                 done[kind].append(job)
                 print(f"{job.folder.name}: {kind}{_shown(job)}", flush=True)
@@ -147,5 +147,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = run(open_ones, args["jobs"])
     print(f"See them with: innerloop report {args['out']}")
     if done["stopped"]:
-        return _STOPPED
+        return STOPPED
     return 1 if done["failed"] else 0

@@ -1,0 +1,167 @@
+"""An experiment as units of work, which can be shown, stopped, resumed and finished."""
+
+from __future__ import annotations
+
+import abc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from innerloop.errors import InnerLoopError
+from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
+from innerloop.experiments._run import RESULT, Run, stoppable
+
+STOPPED, WRONG = 130, 2
+_SAVE_AFTER = 60.0  # seconds without a record
+
+
+class Experiment(abc.ABC):
+    """What a command does, unit after unit, from its settings to its result.
+
+    Everything that the units to come depend on is in ``state_dict``: a run that is stopped and
+    resumed ends as one that was not.
+    """
+
+    unit: ClassVar[str] = "updates"
+
+    done: int = 0
+    """Units of work so far."""
+    seconds: float = 0.0
+    """Time they took, in all sessions."""
+    records: list[dict[str, Any]]
+    """What was measured on the way, a line of metrics.jsonl each."""
+
+    @property
+    @abc.abstractmethod
+    def total(self) -> int:
+        """Units of work in all."""
+
+    @abc.abstractmethod
+    def advance(self) -> dict[str, str]:
+        """Do one unit, append to the records what was measured; say what the bar shows."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    @abc.abstractmethod
+    def result(self) -> dict[str, Any]:
+        """What the run found, when all units are done."""
+
+    @abc.abstractmethod
+    def draw(self, folder: Path, result: dict[str, Any]) -> None:
+        """Pictures of it."""
+
+    @abc.abstractmethod
+    def told(self, result: dict[str, Any]) -> str:
+        """The result in words and tables, for the terminal."""
+
+    def _whole_state(self) -> dict[str, Any]:
+        own = {"done": self.done, "seconds": self.seconds, "records": self.records}
+        return own | {"state": self.state_dict()}
+
+    def _load_whole_state(self, state: dict[str, Any]) -> None:
+        self.done, self.seconds = state["done"], state["seconds"]
+        self.records = state["records"]
+        self.load_state_dict(state["state"])
+
+
+def work(experiment: Experiment, run: Run, stop: Any, bar: Any) -> bool:
+    """Go on to the end, or until asked to stop. Whether it is the end."""
+    saved = time.monotonic()
+    while experiment.done < experiment.total:
+        known, began = len(experiment.records), time.perf_counter()
+        shown = experiment.advance()
+        experiment.done += 1
+        experiment.seconds += time.perf_counter() - began
+        found = experiment.records[known:]
+        for record in found:
+            record["seconds"] = experiment.seconds
+        bar.advance(shown)
+        asked = stop.asked and experiment.done < experiment.total
+        if found:
+            run.write_metrics(experiment.records)
+            bar.record(found)
+        if found or asked or time.monotonic() - saved > _SAVE_AFTER:
+            run.save(experiment._whole_state())
+            saved = time.monotonic()
+        if asked:
+            return False
+    return True
+
+
+def carry_out(
+    make: Callable[[], Experiment],
+    config: Any,
+    run: Run,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+) -> tuple[Experiment, dict[str, Any]] | None:
+    """Run it to its result, or until it is asked to stop: then there is none."""
+    from innerloop.experiments._progress import Bar
+
+    experiment = make()
+    experiment.records = []
+    if not resume:
+        run.start(as_json(config))
+    state = run.load() if resume else None
+    if state is not None:
+        experiment._load_whole_state(state)
+    with stoppable() as stop, Bar(experiment, run, quiet) as bar:
+        if not work(experiment, run, stop, bar):
+            return None
+    result = experiment.result() | {"seconds": experiment.seconds}
+    run.write_json(RESULT, result)
+    experiment.draw(run.folder, result)
+    return experiment, result
+
+
+def command(
+    name: str,
+    about: str | None,
+    config: type,
+    configured: Callable[[dict[str, Any], str], Any],
+    make: Callable[[Any], Experiment],
+    argv: Sequence[str] | None,
+    next_step: str,
+) -> int:
+    """``innerloop NAME``: settings from a preset and flags, a run or its continuation, the end."""
+    parser = Parser(f"innerloop {name}", description=about)
+    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
+    )
+    given = parse(config, argv, parser)
+    preset, resume = given.pop("preset"), given.pop("resume")
+    try:
+        if resume is None:
+            settings = configured(given, preset)
+            run = Run(settings.out)
+        else:
+            run = Run(resume)
+            settings = from_json(config, run.config())
+            _check_resumed(settings, given)
+        ended = carry_out(lambda: make(settings), settings, run, resume=resume is not None)
+    except InnerLoopError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    if ended is None:
+        print(f"Stopped. Go on with: innerloop {name} --resume {run.folder}")
+        return STOPPED
+    experiment, result = ended
+    print(experiment.told(result))
+    for path in sorted(run.folder.glob("*.png")):
+        print(path)
+    print(next_step)
+    return 0
+
+
+def _check_resumed(config: Any, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name != "data" and getattr(config, name) != value:
+            refuse(name, value, f"{getattr(config, name)}, as the run was started with")
