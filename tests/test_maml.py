@@ -139,6 +139,21 @@ def test_ways_agree(whole: Path, tmp_path: Path, way: str) -> None:
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_the_number_of_threads_changes_rounding_only(tmp_path: Path, way: str) -> None:
+    changed = {"model": "vgg", "filters": "8", "tasks_by": way}
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert main(flags(tmp_path / str(threads), **changed)) == 0
+            lines = (tmp_path / str(threads) / "metrics.jsonl").read_text().splitlines()
+            found.append([json.loads(line)["train_loss"] for line in lines])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def test_weights_of_steps() -> None:
     for epoch in range(12):
         weights = step_weights(5, epoch, 10)

@@ -57,3 +57,19 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def refuse_higher(
+    what: str, instead: str = "backward=innerloop.Tape() for the inner one of two nested loops."
+) -> None:
+    """Raise inside a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RequirementError(
+            four_part(
+                f"{what} was run with create_graph=True, as when an inner loop is differentiated "
+                "inside another one.",
+                "a backward that has a graph of its own.",
+                "this one works with values only, and the outer gradient would be wrong.",
+                instead,
+            )
+        )

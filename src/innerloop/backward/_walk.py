@@ -17,6 +17,7 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
+from innerloop._gradient import refuse_higher
 from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
 from innerloop.backward._segment import Grads, Segment
 from innerloop.backward._strategy import (
@@ -311,22 +312,6 @@ class _Connect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_higher("This strategy's backward")
         return None, None, *ctx.walk.pulled(grads)
-
-
-def refuse_higher(
-    what: str, instead: str = "backward=innerloop.Tape() for the inner one of two nested loops."
-) -> None:
-    """Raise inside a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled():
-        raise RequirementError(
-            four_part(
-                f"{what} was run with create_graph=True, as when an inner loop is differentiated "
-                "inside another one.",
-                "a strategy whose backward has a graph.",
-                "a walk over recomputed steps has none, and the outer gradient would be wrong.",
-                instead,
-            )
-        )
 
 
 def walk(

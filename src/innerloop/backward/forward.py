@@ -12,6 +12,7 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._ambient import devices_of, preserved
+from innerloop._gradient import refuse_higher
 from innerloop._linear import Pushforward
 from innerloop.backward._strategy import (
     Backward,
@@ -25,7 +26,6 @@ from innerloop.backward._strategy import (
     stacked,
     taken,
 )
-from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 Tangent = list[Tensor | None]

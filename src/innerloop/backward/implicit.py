@@ -12,6 +12,7 @@ from torch import Tensor
 
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
+from innerloop._gradient import refuse_higher
 from innerloop.backward._solvers import conjugate_gradient, gmres, neumann
 from innerloop.backward._strategy import (
     Backward,
@@ -26,7 +27,6 @@ from innerloop.backward._strategy import (
     stacked,
     taken,
 )
-from innerloop.backward._walk import refuse_higher
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 _SOLVERS = ("cg", "neumann", "gmres")

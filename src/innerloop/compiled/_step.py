@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _tree
+from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable
-from innerloop.backward._walk import refuse_higher
 from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
 from innerloop.compiled._whole import UNCOMPILED, refuse_strangers
 from innerloop.state import State

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured
-from innerloop.backward._walk import refuse_higher
+from innerloop._gradient import refuse_higher
 from innerloop.compiled._program import (
     Flat,
     Layout,

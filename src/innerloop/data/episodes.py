@@ -27,3 +27,7 @@ class Episode(NamedTuple):
     """What the inner loop trains on: ``way * shot`` pictures per task."""
     query: Batch
     """What the outer loss is measured on: ``way * query`` other pictures of the same classes."""
+
+    def tasks(self, which: slice) -> Episode:
+        """Some of the tasks."""
+        return Episode(*(Batch(part.x[which], part.y[which]) for part in self))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
+from innerloop.experiments._ranks import ALONE, Ranks, joined, restarted
 from innerloop.experiments._run import RESULT, Run, stoppable
 
 STOPPED, WRONG = 130, 2
@@ -42,6 +43,14 @@ class Experiment(abc.ABC):
     def advance(self) -> dict[str, str]:
         """Do one unit, append to the records what was measured; say what the bar shows."""
 
+    def share(self, ranks: Ranks) -> None:
+        """Divide each unit of work over the processes that ``torchrun`` started."""
+        if ranks.count > 1:
+            raise InnerLoopError(
+                f"This experiment runs in one process, not in the {ranks.count} that torchrun "
+                "started. Start it without torchrun."
+            )
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -70,7 +79,7 @@ class Experiment(abc.ABC):
         self.load_state_dict(state["state"])
 
 
-def work(experiment: Experiment, run: Run, stop: Any, bar: Any) -> bool:
+def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = ALONE) -> bool:
     """Go on to the end, or until asked to stop. Whether it is the end."""
     saved = time.monotonic()
     while experiment.done < experiment.total:
@@ -82,11 +91,11 @@ def work(experiment: Experiment, run: Run, stop: Any, bar: Any) -> bool:
         for record in found:
             record["seconds"] = experiment.seconds
         bar.advance(shown)
-        asked = stop.asked and experiment.done < experiment.total
-        if found:
+        asked = ranks.any(stop.asked) and experiment.done < experiment.total
+        if found and ranks.first:
             run.write_metrics(experiment.records)
             bar.record(found)
-        if found or asked or time.monotonic() - saved > _SAVE_AFTER:
+        if ranks.first and (found or asked or time.monotonic() - saved > _SAVE_AFTER):
             run.save(experiment._whole_state())
             saved = time.monotonic()
         if asked:
@@ -95,30 +104,32 @@ def work(experiment: Experiment, run: Run, stop: Any, bar: Any) -> bool:
 
 
 def carry_out(
-    make: Callable[[], Experiment],
+    experiment: Experiment,
     config: Any,
     run: Run,
     *,
     resume: bool = False,
     quiet: bool = False,
-) -> tuple[Experiment, dict[str, Any]] | None:
+    ranks: Ranks = ALONE,
+) -> dict[str, Any] | None:
     """Run it to its result, or until it is asked to stop: then there is none."""
     from innerloop.experiments._progress import Bar
 
-    experiment = make()
+    experiment.share(ranks)
     experiment.records = []
-    if not resume:
+    if not resume and ranks.first:
         run.start(as_json(config))
-    state = run.load() if resume else None
+    state = run.load(ranks) if resume else None
     if state is not None:
         experiment._load_whole_state(state)
-    with stoppable() as stop, Bar(experiment, run, quiet) as bar:
-        if not work(experiment, run, stop, bar):
+    with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
+        if not work(experiment, run, stop, bar, ranks):
             return None
     result = experiment.result() | {"seconds": experiment.seconds}
-    run.write_json(RESULT, result)
-    experiment.draw(run.folder, result)
-    return experiment, result
+    if ranks.first:
+        run.write_json(RESULT, result)
+        experiment.draw(run.folder, result)
+    return result
 
 
 def command(
@@ -142,18 +153,23 @@ def command(
         if resume is None:
             settings = configured(given, preset)
             run = Run(settings.out)
+            go_on = restarted() and run.known
         else:
             run = Run(resume)
             settings = from_json(config, run.config())
             _check_resumed(settings, given)
-        ended = carry_out(lambda: make(settings), settings, run, resume=resume is not None)
+            go_on = True
+        with joined(getattr(settings, "device", "cpu")) as ranks:
+            experiment = make(settings)
+            result = carry_out(experiment, settings, run, resume=go_on, ranks=ranks)
     except InnerLoopError as error:
         print(error, file=sys.stderr)
         return WRONG
-    if ended is None:
+    if not ranks.first:
+        return STOPPED if result is None else 0
+    if result is None:
         print(f"Stopped. Go on with: innerloop {name} --resume {run.folder}")
         return STOPPED
-    experiment, result = ended
     print(experiment.told(result))
     for path in sorted(run.folder.glob("*.png")):
         print(path)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import innerloop as il
 from innerloop.data import Episode
+from innerloop.experiments._outer import Outer
 
 INNER = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}
 WAYS = {"loop": il.tasks.loop, "threads": il.tasks.threads, "vmap": il.tasks.vmap}
@@ -58,6 +59,7 @@ class FewShot:
         meta_lr: float,
         tasks_by: str,
         backward: str,
+        **outer: Any,
     ) -> None:
         self.model, self.steps = model, steps
         # A group for each tensor: layers learn at rates of their own.
@@ -74,17 +76,34 @@ class FewShot:
             model, self.optimizer, measured, learn=learn, backward=STRATEGIES[backward]()
         )
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=meta_lr)
+        self.outer = Outer(self.meta_optimizer, **outer)
         self.way = WAYS[tasks_by]()
 
     def update(self, episode: Episode, weights: Sequence[float], first_order: bool) -> float:
         """One outer step on a meta-batch; the loss before it."""
         self.inner.first_order = first_order
         self._warm()
-        self.meta_optimizer.zero_grad()
-        loss = self.loss(episode, weights)
-        loss.backward()
-        self.meta_optimizer.step()
-        return loss.item()
+        ranks, total = self.outer.ranks, len(episode.support.y)
+        own = episode.tasks(ranks.share(total))
+        with self.outer.autocast():
+            loss = self.loss(own, weights) * (len(own.support.y) / total)
+        self.outer.step(loss, lambda: self.blame(own))
+        return ranks.summed(loss.detach()).item()
+
+    def blame(self, episode: Episode) -> str:
+        """The task, step and tensor in which numbers stop being finite."""
+        names = [
+            n for n, p in self.inner.named_parameters() if p.grad is not None and _broken(p.grad)
+        ]
+        with torch.no_grad(), self.outer.autocast():
+            train = [tuple(episode.support)] * self.steps
+            losses = self.inner.adapt(train, tasks=il.tasks.loop()).losses
+        found = (~losses.isfinite()).nonzero()
+        where = "all inner losses are finite"
+        if len(found):
+            task, step = found[found[:, 1].argmin()].tolist()
+            where = f"the inner loss is first not finite in task {task + 1}, step {step + 1}"
+        return f"{where}; the gradient is broken for {', '.join(names) or 'no tensor here'}"
 
     def loss(self, episode: Episode, weights: Sequence[float]) -> Tensor:
         """The weighted query losses after each step, meaned over the tasks."""
@@ -103,8 +122,12 @@ class FewShot:
     def probabilities(self, episode: Episode) -> Tensor:
         """What the adapted models say of the queries. [tasks, queries, way]"""
         self._warm()
-        adapted = self.inner.adapt([tuple(episode.support)] * self.steps, tasks=self.way)
-        return adapted(episode.query.x).softmax(-1)
+        ranks, total = self.outer.ranks, len(episode.support.y)
+        own = episode.tasks(ranks.share(total))
+        with self.outer.autocast():
+            adapted = self.inner.adapt([tuple(own.support)] * self.steps, tasks=self.way)
+            said = adapted(own.query.x).float().softmax(-1)
+        return ranks.assembled(said, total)
 
     @property
     def settings(self) -> dict[str, list[Any]]:
@@ -122,3 +145,7 @@ class FewShot:
             known = self.meta_optimizer.state.get(p)
             if known:
                 self.optimizer.state[p] = {name: value.clone() for name, value in known.items()}
+
+
+def _broken(value: Tensor) -> bool:
+    return not bool(value.isfinite().all())

@@ -25,14 +25,16 @@ class Bar:
         )
         self._known = 0
         last = [self._step(record) for record in experiment.records]
-        self._events = SummaryWriter(str(run.folder), purge_step=last[-1] + 1 if last else 0)
+        purged = last[-1] + 1 if last else 0
+        self._events = None if quiet else SummaryWriter(str(run.folder), purge_step=purged)
 
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def advance(self, shown: dict[str, str]) -> None:
         self._bar.set_postfix(shown, refresh=False)
@@ -40,6 +42,8 @@ class Bar:
 
     def record(self, found: list[dict[str, Any]]) -> None:
         """Numbers as they are; of many under one name, the mean, the least and the most."""
+        if self._events is None:
+            return
         for record in found:
             step = self._step(record)
             for name, value in _scalars(record):

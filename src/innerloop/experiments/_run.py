@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from innerloop.errors import InnerLoopError
+from innerloop.experiments._ranks import ALONE, Ranks
 
 CONFIG, METRICS, RESULT, CHECKPOINT = (
     "config.json",
@@ -31,21 +32,26 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @property
+    def known(self) -> bool:
+        """Whether a run was started here."""
+        return (self.folder / CONFIG).exists()
+
     def start(self, config: dict[str, Any]) -> None:
         """Make the folder. A run that is there already is not written over."""
-        if (self.folder / CONFIG).exists():
+        if self.known:
             raise InnerLoopError(
                 f"{self.folder} holds a run already. Continue it with --resume {self.folder}, or "
                 "name another folder with --out."
             )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write_json(CONFIG, config)
         except OSError as error:
             raise InnerLoopError(
                 f"The run's folder {self.folder} cannot be written to: {error}. Name another one "
                 "with --out."
             ) from error
+        self.write_json(CONFIG, config)
 
     def config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
@@ -77,23 +83,32 @@ class Run:
             os.replace(current, last)
         self._replace(CHECKPOINT, hashlib.sha256(data).digest() + data)
 
-    def load(self) -> dict[str, Any] | None:
-        """The newest state that is whole, or ``None`` if there is none."""
+    def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
+        """The newest state that is whole, or ``None`` if there is none.
+
+        The first process reads it and tells the others: they need not see the same folder.
+        """
+        data = ranks.told(self._newest() if ranks.first else None)
+        return None if data is None else torch.load(io.BytesIO(data), weights_only=True)
+
+    def _newest(self) -> bytes | None:
         for name in (CHECKPOINT, f"last-{CHECKPOINT}"):
             path = self.folder / name
             if not path.exists():
                 continue
             content = path.read_bytes()
             digest, data = content[:32], content[32:]
-            if hashlib.sha256(data).digest() != digest:
-                print(f"{path} is damaged; the one before it is used.")
-                continue
-            return torch.load(io.BytesIO(data), weights_only=True)
+            if hashlib.sha256(data).digest() == digest:
+                return data
+            print(f"{path} is damaged; the one before it is used.")
         return None
 
     def _replace(self, name: str, data: bytes) -> None:
         """Write aside, sync, rename: a file is the old one or the new one at any moment."""
-        handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
+        try:
+            handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
+        except OSError as error:
+            raise InnerLoopError(_unwritable(self.folder / name, error)) from error
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -101,10 +116,19 @@ class Run:
                 os.fsync(file.fileno())
             os.chmod(aside, 0o644)
             os.replace(aside, self.folder / name)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
+            if isinstance(error, OSError):
+                raise InnerLoopError(_unwritable(self.folder / name, error)) from error
             raise
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return (
+        f"{path} cannot be written: {error}. What was written before is whole. Make room, "
+        f"then go on with --resume {path.parent}."
+    )
 
 
 class Stop:

@@ -21,6 +21,8 @@ from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import check_choice, refuse
 from innerloop.experiments._experiment import Experiment, command
 from innerloop.experiments._few_shot import INNER, STRATEGIES, WAYS, FewShot, step_weights
+from innerloop.experiments._outer import NONFINITE, PRECISIONS
+from innerloop.experiments._ranks import Ranks, local_device
 
 DATASETS = data.NAMES
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
@@ -55,6 +57,9 @@ class Config:
     data: Annotated[Path | None, "folder of the dataset (default: INNERLOOP_DATA)"] = None
     out: Annotated[Path, "folder of the run"] = Path("out/maml")
     device: Annotated[str, "where to compute"] = "cpu"
+    precision: Annotated[str, f"of the inner loop, one of {', '.join(PRECISIONS)}"] = "float32"
+    nonfinite: Annotated[str, "stop at infinite meta-gradients, or skip and count them"] = "stop"
+    clip: Annotated[float | None, "largest norm of the meta-gradient (any)"] = None
     tasks_by: Annotated[str, f"one of {', '.join(WAYS)}"] = "vmap"
     backward: Annotated[str, f"one of {', '.join(STRATEGIES)}"] = "tape"
 
@@ -64,6 +69,8 @@ class Config:
         check_choice("inner_optim", self.inner_optim, tuple(INNER))
         check_choice("tasks_by", self.tasks_by, tuple(WAYS))
         check_choice("backward", self.backward, tuple(STRATEGIES))
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+        check_choice("nonfinite", self.nonfinite, NONFINITE)
         if self.filters is not None and self.filters < 1:
             refuse("filters", self.filters, "at least 1")
         least = dict.fromkeys(("shot", "query", "steps", "tasks", "iterations"), 1)
@@ -72,9 +79,9 @@ class Config:
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
-        for name in ("inner_lr", "meta_lr", "meta_lr_end"):
+        for name in ("inner_lr", "meta_lr", "meta_lr_end", "clip"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 refuse(name, value, "a number above 0")
         if self.meta_lr_end > self.meta_lr:
             refuse("meta_lr_end", self.meta_lr_end, f"at most the meta rate, {self.meta_lr}")
@@ -136,7 +143,8 @@ class Training(Experiment):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        splits = data.load(config.dataset, root=config.data, seed=config.seed, device=config.device)
+        device = local_device(config.device)
+        splits = data.load(config.dataset, root=config.data, seed=config.seed, device=device)
         self.splits = splits
         shape = splits.train.pixels.shape
         with torch.random.fork_rng(devices=[]):
@@ -147,7 +155,7 @@ class Training(Experiment):
                 classes=config.way,
                 size=shape[-1],
                 filters=config.filters,
-            ).to(config.device, torch.float32)
+            ).to(device, torch.float32)
         self.learner = FewShot(
             model,
             inner_optim=config.inner_optim,
@@ -158,6 +166,10 @@ class Training(Experiment):
             meta_lr=config.meta_lr,
             tasks_by=config.tasks_by,
             backward=config.backward,
+            precision=config.precision,
+            nonfinite=config.nonfinite,
+            clip=config.clip,
+            device=device,
         )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
@@ -173,6 +185,11 @@ class Training(Experiment):
     def total(self) -> int:
         return self.config.iterations
 
+    def share(self, ranks: Ranks) -> None:
+        if self.config.tasks < ranks.count:
+            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.count} processes")
+        self.learner.outer.ranks = ranks
+
     def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
         c = self.config
         return data.Sampler(images, way=c.way, shot=c.shot, query=c.query, tasks=tasks, seed=seed)
@@ -184,6 +201,7 @@ class Training(Experiment):
         return {
             "learner": learner.inner.state_dict(),
             "meta_optimizer": learner.meta_optimizer.state_dict(),
+            "outer": learner.outer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": torch.get_rng_state(),
@@ -195,6 +213,7 @@ class Training(Experiment):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.inner.load_state_dict(state["learner"])
         self.learner.meta_optimizer.load_state_dict(state["meta_optimizer"])
+        self.learner.outer.load_state_dict(state["outer"])
         self.schedule.load_state_dict(state["schedule"])
         self.sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
@@ -209,7 +228,7 @@ class Training(Experiment):
         began = time.perf_counter()
         loss = self.learner.update(self.sampler.sample(), weights, epoch < c.first_order_epochs)
         rate = c.tasks / (time.perf_counter() - began)
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and c.nonfinite == "stop":
             raise InnerLoopError(
                 f"The loss is {loss} after {self.done} updates: training diverged. "
                 f"Try a smaller --inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
@@ -230,6 +249,7 @@ class Training(Experiment):
             "train_loss": self.loss / (iteration - epoch * c.epoch),
             "val_accuracy": accuracies.mean().item(),
             "meta_lr": self.schedule.get_last_lr()[0],
+            "skipped": self.learner.outer.skipped,
             "learned": self.learner.settings,
         }
         self.records.append(record)

@@ -16,9 +16,10 @@ from torch._C import _autograd
 
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast
+from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable
 from innerloop._watch import Draws, ForeignError, Watch
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, Way, warn_of_loop
 
@@ -167,16 +168,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RequirementError(
-                four_part(
-                    "The backward of tasks in threads was run with create_graph=True, as when an "
-                    "inner loop is differentiated inside another one.",
-                    "a way to run tasks whose backward has a graph.",
-                    "the graphs of the threads are not part of the outer one.",
-                    "tasks=innerloop.tasks.loop() or innerloop.tasks.vmap().",
-                )
-            )
+        instead = "tasks=innerloop.tasks.loop() or innerloop.tasks.vmap()."
+        refuse_higher("The backward of tasks in threads", instead)
         keep = _autograd._get_current_graph_task_keep_graph()
         rest = iter(grads)
         given = [(task, [next(rest) for _ in task.where]) for task in ctx.each]

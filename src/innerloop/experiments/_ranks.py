@@ -1,0 +1,125 @@
+"""The processes of a run: one, or as many as ``torchrun`` started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from innerloop.errors import InnerLoopError
+
+
+class Ranks(NamedTuple):
+    """Which of how many processes this is. All hold the same parameters and the same random state.
+
+    A meta-batch is drawn whole by each and shared by tasks; gradients are summed once per update.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes, prints and shows the bar."""
+        return self.rank == 0
+
+    def share(self, total: int) -> slice:
+        """Which of ``total`` tasks are this process's own; sizes differ by one at most.
+
+        >>> [Ranks(rank, 3).share(8) for rank in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+        """
+        size, more = divmod(total, self.count)
+        start = self.rank * size + min(self.rank, more)
+        return slice(start, start + size + (self.rank < more))
+
+    def sum_gradients(self, params: Sequence[Tensor]) -> None:
+        """Sum ``.grad`` over the processes, in one exchange for each dtype.
+
+        A parameter that no process has a gradient for keeps none.
+        """
+        if self.count == 1:
+            return
+        known = torch.tensor([p.grad is not None for p in params], device=params[0].device)
+        for p, any_has in zip(params, self.summed(known.to(torch.int32)).tolist(), strict=True):
+            if any_has and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in params if p.grad is not None]
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            same = [g for g in grads if g.dtype == dtype]
+            flat = self.summed(torch.cat([g.flatten() for g in same]))
+            for grad, whole in zip(same, flat.split([g.numel() for g in same]), strict=True):
+                grad.copy_(whole.view_as(grad))
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum over the processes, the same on all of them."""
+        if self.count > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def assembled(self, own: Tensor, total: int) -> Tensor:
+        """The shares of all processes, put together. [own, …] -> [total, …]"""
+        if self.count == 1:
+            return own
+        whole = own.new_zeros((total, *own.shape[1:]))
+        whole[self.share(total)] = own
+        return self.summed(whole)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds for one of the processes at least."""
+        return flag if self.count == 1 else bool(self.summed(torch.tensor(int(flag))))
+
+    def told(self, data: bytes | None) -> bytes | None:
+        """What the first process has to tell, on all of them."""
+        if self.count == 1:
+            return data
+        size = self.summed(torch.tensor(len(data) if self.first and data is not None else 0))
+        if not size:
+            return None
+        sent = torch.zeros(int(size), dtype=torch.uint8)
+        if self.first and data is not None:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(sent, 0)
+        return bytes(sent.numpy())
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.count > 1:
+            dist.barrier()
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The group that ``torchrun`` started this process in; alone without it."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield ALONE
+        return
+    if not dist.is_available():
+        raise InnerLoopError("This build of torch has no torch.distributed: run without torchrun.")
+    # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(device: str) -> str:
+    """With ``torchrun``, every process of a machine has an accelerator of its own."""
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if device == "cuda" and local is not None else device
+
+
+def restarted() -> bool:
+    """Whether ``torchrun`` started the group again after one of its processes died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
