@@ -745,6 +745,15 @@ def test_a_learned_optimizer(learn, backward):
     assert_derivative(lambda: inner(train, val), inner.parameters())
 
 
+def test_attributes_of_a_learned_optimizer_are_its_own():
+    *train, val = batches(STEPS + 1)
+    model = Net()
+    plain = il.InnerLoop(model, LearnedRule(), squares)
+    named = copy.deepcopy(plain)
+    named.optimizer.names = ("something",)
+    assert named(train, val) == plain(train, val)
+
+
 def test_a_learned_optimizer_by_hand():
     model, rule = Net(), LearnedRule()
     inner = il.InnerLoop(model, rule, squares)

@@ -1,7 +1,11 @@
 """Exact gradients through training: inner loops, optimizers and losses you can differentiate."""
 
+from innerloop import algorithms as algorithms
 from innerloop import compat as compat
+from innerloop import estimate as estimate
+from innerloop import learned as learned
 from innerloop import optim as optim
+from innerloop import policies as policies
 from innerloop import tasks as tasks
 from innerloop.backward import Auto as Auto
 from innerloop.backward import Binomial as Binomial

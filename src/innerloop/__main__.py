@@ -8,6 +8,15 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "maml": ("innerloop.experiments.maml", "few-shot classification by MAML++"),
+    "meta-lr": ("innerloop.experiments.meta_lr", "learning rates learned while training goes on"),
+    "hyperopt": ("innerloop.experiments.hyperopt", "hyperparameters by gradient or at random"),
+    "maml-rl": ("innerloop.experiments.maml_rl", "policies that adapt to goals and physics"),
+    "learned-optimizer": (
+        "innerloop.experiments.learned_optimizer",
+        "learned optimizers against tuned ones",
+    ),
+    "learned-loss": ("innerloop.experiments.learned_loss", "a loss learned so that few steps do"),
+    "estimate": ("innerloop.experiments.estimate", "metrics without a gradient, and a proxy"),
     "sweep": ("innerloop.experiments.sweep", "many runs of maml: the paper's grid, or parts"),
     "report": ("innerloop.experiments.report", "tables and a page of what runs found"),
     "data": ("innerloop.experiments.data", "fetch datasets"),

@@ -14,6 +14,7 @@ from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
 from innerloop._tracing import readable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
 
 
@@ -106,7 +107,7 @@ class Evaluation:
     def trained(self, named: Mapping[str, Any]) -> list[str]:
         """The weights that move: those of the rule that are not frozen in the model."""
         step = self.step
-        names = getattr(step.rule, "names", None)
+        names = step.rule.names if isinstance(step.rule, Rule) else None
         weights = {} if step.model is None else step.model.params
         # The weights of a replica are no Parameters; whether they require grad says nothing here.
         frozen = {

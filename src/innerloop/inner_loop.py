@@ -459,8 +459,9 @@ class InnerLoop(nn.Module):
                     "a differentiable L_val (Requirement I).",
                     "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the "
                     "graph, so no meta-gradient exists.",
-                    "a differentiable proxy such as cross-entropy as val_loss; or call under "
-                    "torch.no_grad() if no gradient is wanted.",
+                    "a differentiable proxy such as cross-entropy as val_loss, "
+                    "innerloop.estimate.reinforce in it, or innerloop.estimate.evolution around "
+                    "the loop; or call under torch.no_grad() if no gradient is wanted.",
                 )
             )
 

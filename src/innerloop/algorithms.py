@@ -1,0 +1,181 @@
+"""Well-known methods of meta-learning, each as an inner loop with a choice of its parts.
+
+All return an :class:`innerloop.InnerLoop`, which is used alike: ``inner(train, val).backward()``
+leaves the meta-gradient, any ``torch.optim`` class over ``inner.parameters()`` is the outer
+optimizer, and ``inner.adapt(train)`` is the adapted model. ``options`` are those of ``InnerLoop``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from innerloop.backward import Implicit
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.inner_loop import InnerLoop
+from innerloop.learn import Learn
+
+Loss = Callable[[Any, Any], Any]
+
+
+def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
+    """Initial weights from which a few steps of SGD fit a task (Finn et al. 2017).
+
+    >>> model = nn.Linear(1, 1)
+    >>> inner = maml(model, lambda model, batch: (model(batch) - 1).square().mean())
+    >>> inner([torch.ones(4, 1)] * 3, torch.ones(4, 1)).backward()
+    >>> model.weight.grad.shape
+    torch.Size([1, 1])
+    """
+    return InnerLoop(model, _sgd(model.parameters(), lr), loss, **options)
+
+
+def first_order_maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
+    """MAML that takes inner gradients as constants: no second derivatives (Finn et al. 2017)."""
+    return maml(model, loss, lr, first_order=True, **options)
+
+
+def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
+    """Move the initial weights towards the adapted ones (Nichol et al. 2018).
+
+    There is no validation loss: ``inner(train, None)`` is half the squared distance of the initial
+    weights to the adapted ones, taken as fixed, so the gradient is θ₀ - θ_J. With the outer
+    optimizer ``torch.optim.SGD(inner.parameters(), lr=ε)`` the update is θ₀ + ε (θ_J - θ₀).
+    """
+
+    def distance(adapted: nn.Module, _: Any) -> Tensor:
+        pairs = zip(model.parameters(), adapted.parameters(), strict=True)
+        return torch.stack([(a - b.detach()).square().sum() / 2 for a, b in pairs]).sum()
+
+    return maml(model, loss, lr, first_order=True, val_loss=distance, **options)
+
+
+def anil(
+    model: nn.Module,
+    loss: Loss,
+    head: nn.Module | Iterable[nn.Parameter],
+    lr: float = 0.1,
+    **options: Any,
+) -> InnerLoop:
+    """MAML whose inner loop adapts the head alone (Raghu et al. 2020).
+
+    The outer loop learns all weights: those of the body, and those from which the head starts.
+    """
+    adapting = head.parameters() if isinstance(head, nn.Module) else head
+    return InnerLoop(model, _sgd(adapting, lr), loss, **options)
+
+
+def meta_sgd(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
+    """MAML with a learned rate, of any sign, for every number of the weights (Li et al. 2017)."""
+    return maml(model, loss, lr, learn={"init": True, "lr": Learn(per="element")}, **options)
+
+
+def maml_plus_plus(
+    model: nn.Module, loss: Loss, steps: int, lr: float = 0.1, **options: Any
+) -> InnerLoop:
+    """MAML with a learned rate for every tensor of the model and step (Antoniou et al. 2019).
+
+    Its other parts go with it: :func:`multi_step_loss`, first-order updates at the beginning
+    (``inner.first_order = True`` until they have done their work), and a cosine schedule of the
+    outer optimizer.
+    """
+    rates = Learn(per=("parameter", "step"), steps=steps)
+    return maml(model, loss, lr, learn={"init": True, "lr": rates}, **options)
+
+
+def multi_step_loss(
+    inner: InnerLoop, train: Sequence[Any], val: Any, weights: Sequence[float]
+) -> Tensor:
+    """The weighted validation losses after each step, as MAML++ trains at first.
+
+    MAML++ begins with equal weights and moves them to the last step. As in ``inner(train, val)``,
+    a task axis is there if ``inner`` was made with ``tasks``. Every loss that counts has steps of
+    its own, so this takes more time than the loss after the last one.
+
+    >>> model = nn.Linear(1, 1)
+    >>> inner = maml_plus_plus(model, lambda model, x: (model(x) - 1).square().mean(), steps=2)
+    >>> x = torch.ones(4, 1)
+    >>> multi_step_loss(inner, [x, x], x, weights=[0.5, 0.5]).backward()
+    """
+    if len(weights) != len(train):
+        raise InnerLoopError(
+            four_part(
+                f"You gave {len(weights)} weights for {len(train)} steps.",
+                "one for the loss after each step.",
+                "each is measured.",
+                f"weights={[round(1 / max(len(train), 1), 3)] * len(train)}.",
+            )
+        )
+    wanted = [(k, w) for k, w in enumerate(weights, 1) if w]
+    losses = [w * inner(list(train[:k]), val) for k, w in wanted]
+    return torch.stack(losses).sum(0)
+
+
+def imaml(
+    model: nn.Module,
+    loss: Loss,
+    lr: float = 0.1,
+    proximal: float = 1.0,
+    iterations: int | None = None,
+    stationary: float = 1e-3,
+    **options: Any,
+) -> InnerLoop:
+    """MAML by the equation that holds where training has converged (Rajeswaran et al. 2019).
+
+    ``proximal / 2 · ‖θ - θ₀‖²`` is added to the inner loss. The steps may be many, or of any
+    optimizer: only the last weights are kept. ``iterations`` of conjugate gradients solve the
+    linear system, by default as many as it takes; a warning says that training has not converged
+    to ``stationary``.
+    """
+    implicit = Implicit(proximal=proximal, iterations=iterations, stationary=stationary)
+    return maml(model, loss, lr, backward=implicit, **options)
+
+
+def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options: Any) -> InnerLoop:
+    """Adapt a few numbers that the model gets as a further input (Zintgraf et al. 2019).
+
+    ``model(x, context)`` is called with a vector of ``context`` numbers, which is zero at the start
+    of every task and all that the inner loop changes. The outer loop learns the model:
+    ``inner.parameters()`` are its weights. ``loss(f, batch)`` calls ``f(x)``, the model with its
+    context, and so is the adapted model called.
+    """
+    start = _Context(context, model)
+    optimizer = _sgd(start.parameters(), lr)
+    return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
+
+
+class _Context(nn.Module):
+    """What adapts: in CAVIA the inner loop's model."""
+
+    def __init__(self, size: int, model: nn.Module) -> None:
+        super().__init__()
+        first = next(model.parameters())
+        self.context = nn.Parameter(torch.zeros(size, dtype=first.dtype, device=first.device))
+        # Not registered: its weights do not adapt.
+        self.shared: nn.Module
+        self.__dict__["shared"] = model
+
+    def forward(self, x: Any) -> Any:
+        return self.shared(x, self.context)
+
+
+class _Shared(nn.Module):
+    """The loss with the model that all tasks share: its weights are meta-parameters of the loss."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, adapting: _Context, batch: Any) -> Any:
+        return self.loss(_with_context(self.model, adapting.context), batch)
+
+
+def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
+    return lambda x: model(x, context)
+
+
+def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=lr)

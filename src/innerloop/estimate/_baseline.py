@@ -1,0 +1,84 @@
+"""What a sampled metric is compared with, so that its gradient varies less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop.errors import InnerLoopError, four_part
+
+
+class RunningMean:
+    """A baseline that follows the metric from call to call; you say when.
+
+    It changes only in :meth:`update`, after the gradient was taken. A baseline that has seen the
+    samples it is subtracted from would bias the estimate; and a validation loss may be computed
+    more than once, for instance to find the fastest way to run tasks.
+
+    >>> baseline = RunningMean(decay=0.5)
+    >>> baseline.value
+    0.0
+    >>> baseline.update(torch.tensor(4.0))
+    >>> baseline.update(torch.tensor(2.0))
+    >>> baseline.value
+    3.0
+    """
+
+    def __init__(self, decay: float = 0.9) -> None:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave decay={decay!r} to RunningMean.",
+                    "a number from 0 to 1, without 1.",
+                    "it is how much of the old mean stays.",
+                    "RunningMean(decay=0.9).",
+                )
+            )
+        self.decay = float(decay)
+        self.value = 0.0
+        self._begun = False
+
+    def update(self, value: Tensor | float) -> None:
+        """Take a metric into the mean; of several, their mean."""
+        new = torch.as_tensor(value).detach().double().mean().item()
+        self.value = self.decay * self.value + (1 - self.decay) * new if self._begun else new
+        self._begun = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "begun": self._begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._begun = state["value"], state["begun"]
+
+    def __repr__(self) -> str:
+        return f"RunningMean(decay={self.decay}, value={self.value:.4g})"
+
+
+def baselines(given: Any, values: Tensor) -> Tensor:
+    """What to subtract from each of the values, which have the samples as their first axis."""
+    if isinstance(given, str) and given == "leave-one-out":
+        if len(values) < 2:
+            _refuse("'leave-one-out' with samples=1", "2 samples or more")
+        return (values.sum(0) - values) / (len(values) - 1)
+    if given is None:
+        return torch.zeros_like(values)
+    number = given.value if isinstance(given, RunningMean) else given
+    if isinstance(number, bool) or not isinstance(number, int | float | Tensor):
+        _refuse(repr(given), "'leave-one-out', a RunningMean, a number, a tensor, or None")
+    found = torch.as_tensor(number).detach().to(values)
+    if found.dim() > values.dim() - 1:
+        _refuse(f"a tensor of shape {tuple(found.shape)}", f"one like {tuple(values.shape[1:])}")
+    return found.expand_as(values)
+
+
+def _refuse(wrote: str, needed: str) -> None:
+    raise InnerLoopError(
+        four_part(
+            f"You gave baseline={wrote} to reinforce.",
+            f"{needed}.",
+            "it is subtracted from the metric of each sample and must not depend on that sample.",
+            "reinforce(logits, metric, samples=8, baseline='leave-one-out').",
+        )
+    )

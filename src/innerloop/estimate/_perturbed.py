@@ -1,0 +1,147 @@
+"""What is perturbed: a module by its replicas, or a function of nested tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from innerloop import _tree
+from innerloop.backward import Truncated
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.functional import functional, unwrapped
+from innerloop.inner_loop import InnerLoop
+
+At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
+"""From values of the parameters, a state, args and kwargs to the value and the next state."""
+
+
+class Perturbed(NamedTuple):
+    """Something to be evaluated at other values of its parameters."""
+
+    name: str
+    now: Callable[[], tuple[list[Tensor], At]]
+    """The parameters as they are at this moment, and how to evaluate at others."""
+    without_grad: bool
+    """Whether no gradient is wanted in it: an inner loop turns on those of its own steps."""
+
+
+def perturbed(function: Any, params: Any, persistent: bool) -> Perturbed:
+    """What was given to an estimator, or an error."""
+    if not isinstance(function, nn.Module):
+        return _of_function(function, params, persistent)
+    if params is not None:
+        _refuse(
+            f"params together with a {type(function).__name__}",
+            "a module alone",
+            "its own parameters are perturbed, those that require grad",
+            "module.requires_grad_(False) for parts that are to stay as they are.",
+        )
+    module = unwrapped(function)
+    if isinstance(module, InnerLoop):
+        return _of_inner_loop(module, persistent)
+    return Perturbed(type(module).__name__, lambda: _replicas(module, _called(persistent)), False)
+
+
+def _of_inner_loop(inner: InnerLoop, persistent: bool) -> Perturbed:
+    def now() -> tuple[list[Tensor], At]:
+        if not persistent and isinstance(inner.backward, Truncated) and inner.backward.carry:
+            _refuse(
+                f"an inner loop with {inner.backward}",
+                "one that starts anew in each call, or persistent=True",
+                "what earlier calls did would be left out, and the samples need states of their "
+                "own to count it",
+                "evolution(inner, persistent=True, ...).",
+            )
+        return _replicas(inner, _carried if persistent else _called(False))
+
+    return Perturbed(type(inner).__name__, now, True)
+
+
+def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
+    if not callable(function):
+        _refuse(f"a {type(function).__name__}", "a module or a function", "it is called")
+    leaves, spec = _tree.flatten(params)
+    if params is None or not leaves or not all(isinstance(t, Tensor) for t in leaves):
+        _refuse(
+            f"a function and params={type(params).__name__}",
+            "tensors, in any nesting of lists, tuples and dictionaries",
+            "what a function depends on cannot be seen from outside",
+            "evolution(function, params={'w': w}), which calls function({'w': ...}, ...).",
+        )
+    _check(leaves)
+    call = _called(persistent)
+
+    def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def bound(*rest: Any, **named: Any) -> Any:
+            return function(_tree.unflatten(values, spec), *rest, **named)
+
+        return call(bound, state, args, kwargs)
+
+    name = getattr(function, "__name__", type(function).__name__)
+    return Perturbed(name, lambda: (leaves, at), False)
+
+
+def _replicas(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor], At]:
+    template = functional(module).template()
+    own = {name: p for name, p in template.params.items() if p.requires_grad}
+    _check(list(own.values()))
+
+    def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        replica = template.bind({**template.params, **dict(zip(own, values, strict=True))})
+        return call(replica, state, args, kwargs)
+
+    return list(own.values()), at
+
+
+def _called(persistent: bool) -> Callable[..., Any]:
+    return _with_state if persistent else lambda f, _, args, kwargs: (f(*args, **kwargs), None)
+
+
+def _with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    found = function(state, *args, **kwargs)
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    return _refuse(
+        f"a function that returned a {type(found).__name__}",
+        "a value and a state",
+        "with persistent=True each sample goes on from its state",
+        "return value, state.",
+    )
+
+
+def _carried(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """One part of a run of an inner loop, from a state that it carried over."""
+    replica.backward = Truncated(sys.maxsize, carry=True)
+    replica._carried = state
+    value = replica(*args, **kwargs)
+    if state is not None and replica._carried.keys() != state.keys():
+        _refuse(
+            "other tasks than in the call before",
+            "the same tasks in all calls of a persistent run",
+            "each task goes on from where it was",
+            "estimator.restart() before a call with other tasks.",
+        )
+    return value, replica._carried
+
+
+def _check(params: list[Tensor]) -> None:
+    """Refuse what gets no gradient."""
+    if not params:
+        _refuse("nothing that requires grad", "at least one parameter", "it gets the estimate")
+    for p in params:
+        if not p.requires_grad or p.is_complex():
+            _refuse(
+                f"a tensor of {p.dtype} with requires_grad={p.requires_grad}",
+                "real tensors that require grad",
+                "the estimate is given to them by backward()",
+                "w.requires_grad_(True).",
+            )
+
+
+def _refuse(wrote: str, needed: str, why: str, write: str = "evolution(inner, seed=0).") -> Any:
+    raise InnerLoopError(
+        four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
+    )

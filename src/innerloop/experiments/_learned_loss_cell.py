@@ -1,0 +1,177 @@
+"""One loss: learned on the tasks of a problem, then compared with the task's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import innerloop as il
+from innerloop.errors import InnerLoopError
+from innerloop.experiments._learned_loss_problems import PROBLEMS, Tasks
+from innerloop.learned import LearnedLoss
+
+# Apart from each other, and from the training tasks and weights of every seed.
+_HELD_OUT, _CHOICE = 1_000_003, 2_000_003
+_INITS, _CHOICE_INITS = 5, 2
+_SEEDS_APART = 100_000  # weights that one seed may use
+
+
+def step_numbers(config: Any, step: int) -> list[float]:
+    """1 for this step and 0 for the others; steps beyond those learned count as the last."""
+    at = min(step, config.steps - 1)
+    return [float(k == at) for k in range(config.steps)] if config.read_step else []
+
+
+class Cell:
+    """Meta-updates, then one unit for each rate of the task's loss, then the comparison."""
+
+    def __init__(self, config: Any, name: str, seed: int) -> None:
+        self.config, self.name, self.seed = config, name, seed
+        self.problem = PROBLEMS[name]
+        self.reads_input = config.read_input and name == "sines"
+        self.criterion = self._criterion()
+        self.inner = self._loop(self.problem.build(0), config.inner_lr, self.criterion)
+        self.meta = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.done = 0
+        self.tuned: dict[str, list[float]] = {}
+        """Errors of the task's loss at steps and horizon, by rate."""
+        self.found: dict[str, Any] | None = None
+
+    @staticmethod
+    def units(config: Any, name: str) -> int:
+        return config.iterations + len(PROBLEMS[name].rates) + 1
+
+    def _criterion(self) -> LearnedLoss:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            extras = len(step_numbers(self.config, 0)) + int(self.reads_input)
+            return LearnedLoss(self.problem.targets, extras=extras, dtype=torch.float32)
+
+    def _loop(self, net: nn.Module, rate: float, loss: Any) -> il.InnerLoop:
+        sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
+        judge = self.problem.task_loss
+        return il.InnerLoop(net, sgd, loss, learn=(), val_loss=judge, tasks=il.tasks.vmap())
+
+    # --- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "criterion": self.criterion.state_dict(),
+            "meta": self.meta.state_dict(),
+            "generator": self.generator.get_state(),
+            "done": self.done,
+            "tuned": self.tuned,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.criterion.load_state_dict(state["criterion"])
+        self.meta.load_state_dict(state["meta"])
+        self.generator.set_state(state["generator"])
+        self.done, self.tuned = state["done"], state["tuned"]
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def advance(self) -> dict[str, str]:
+        place, rates = self.done - self.config.iterations, self.problem.rates
+        self.done += 1
+        if place < 0:
+            shown = {"loss": f"{self._update():.3f}"}
+        elif place < len(rates):
+            self.tuned[str(rates[place])] = self._tune(rates[place])
+            shown = {"rate": f"{rates[place]:g}"}
+        else:
+            self.found = self._compare()
+            shown = {"steps needed": str(self.found["steps_needed"])}
+        return {"problem": self.name, "seed": str(self.seed)} | shown
+
+    def _update(self) -> float:
+        c = self.config
+        weights = self.problem.build(self.seed * _SEEDS_APART + self.done)
+        self.inner.model.load_state_dict(weights.state_dict())
+        self.meta.param_groups[0]["lr"] = (
+            c.meta_lr * (1 + math.cos(math.pi * (self.done - 1) / c.iterations)) / 2
+        )
+        tasks = self.problem.draw(self.generator, c.tasks, False)
+        train = [self.batch(tasks.support, step) for step in range(c.steps)]
+        self.meta.zero_grad()
+        loss = self.inner(train, tasks.query, tasks=True).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip, error_if_nonfinite=True)
+        self.meta.step()
+        return loss.item()
+
+    def batch(self, examples: tuple[Tensor, Tensor], step: int) -> tuple[Any, ...]:
+        """The examples with the extras of a step."""
+        x, y = examples
+        told = step_numbers(self.config, step)
+        return x, y, *told, *([x] if self.reads_input else [])
+
+    def _tune(self, rate: float) -> list[float]:
+        """Each number of steps by itself: a rate may do for few and diverge later."""
+        numbers = (self.config.steps, self.config.horizon)
+        return [self._task_errors(rate, _CHOICE, _CHOICE_INITS, n)[-1] for n in numbers]
+
+    def _task_errors(self, rate: float, first: int, inits: int, steps: int) -> list[float]:
+        """Infinite where training diverges."""
+        try:
+            found = self.errors(self.problem.task_loss, rate, first, inits, steps)
+        except InnerLoopError:
+            return [math.inf]
+        return found if all(map(math.isfinite, found)) else [math.inf]
+
+    def errors(self, loss: Any, rate: float, first: int, inits: int, steps: int) -> list[float]:
+        """The error after 0, 1, … steps, in the mean over tasks and initial weights."""
+        generator = torch.Generator().manual_seed(first + self.seed)
+        each = []
+        for k in range(inits):
+            net = self.problem.build(first + self.seed * _SEEDS_APART + k)
+            tasks = self.problem.draw(generator, self.config.held_out, first == _HELD_OUT)
+            each.append(self._watched(net, loss, rate, tasks, steps))
+        return torch.stack(each).mean(0).tolist()
+
+    def _watched(self, net: nn.Module, loss: Any, rate: float, tasks: Tasks, steps: int) -> Tensor:
+        """[steps + 1]"""
+        error = self.problem.error
+
+        def watched(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            return loss(model, batch[0]), error(model, batch[1]).detach()
+
+        # Seen before each step, and one more step for the last.
+        train = [(self.batch(tasks.support, step), tasks.query) for step in range(steps + 1)]
+        with torch.no_grad():
+            seen = self._loop(net, rate, watched).adapt(train, tasks=True).aux
+        return seen.mean(0)
+
+    def _compare(self) -> dict[str, Any]:
+        c = self.config
+        learned = self.errors(self.criterion, c.inner_lr, _HELD_OUT, _INITS, c.horizon)
+        short_rate, short = self._best(0, c.steps)
+        rate, task = self._best(1, c.horizon)
+        reached = (k for k, error in enumerate(learned) if error <= task[-1])
+        return {
+            "problem": self.name,
+            "seed": self.seed,
+            "learned": learned,
+            "task": task,
+            "task_short": short[-1],
+            "rate": rate,
+            "rate_short": short_rate,
+            "tuned": {r: [_in_json(e) for e in errors] for r, errors in self.tuned.items()},
+            "steps_needed": next(reached, None),
+        }
+
+    def _best(self, place: int, steps: int) -> tuple[float, list[float]]:
+        """The best rate on other tasks that does not diverge on the held-out ones either."""
+        for rate in sorted(self.tuned, key=lambda r: self.tuned[r][place]):
+            found = self._task_errors(float(rate), _HELD_OUT, _INITS, steps)
+            if math.isfinite(found[-1]):
+                return float(rate), found
+        raise InnerLoopError(f"The task's loss diverged on {self.name} with every rate.")
+
+
+def _in_json(error: float) -> float | None:
+    return error if math.isfinite(error) else None

@@ -1,0 +1,128 @@
+"""Pictures of learned losses: how fast nets train with them, and the shape of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from innerloop.experiments._learned_loss_cell import step_numbers
+from innerloop.experiments._learned_loss_problems import PROBLEMS
+from innerloop.learned import LearnedLoss
+
+_REACH = 5.0  # of predictions and targets that are drawn
+_INPUTS = (-4.0, 0.0, 4.0)
+
+
+def draw(experiment: Any, folder: Path, result: dict[str, Any]) -> None:
+    """All of them, and the learned losses themselves, into the folder of the run."""
+    config = experiment.config
+    _save(curves(experiment.records, config), folder / "curves.png")
+    seen = set()
+    for (name, seed), weights in zip(config.cells, experiment.learned, strict=True):
+        torch.save(weights, folder / f"loss-{name}-{seed}.pt")
+        if name not in seen:
+            criterion = restored(name, weights)
+            shape = surface if PROBLEMS[name].targets == "values" else class_curves
+            _save(shape(criterion, config), folder / f"shape-{name}.png")
+        seen.add(name)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+
+
+def restored(name: str, weights: dict[str, Tensor]) -> LearnedLoss:
+    extras = weights["net.0.weight"].shape[1] - 2
+    criterion = LearnedLoss(PROBLEMS[name].targets, extras=extras, dtype=torch.float32)
+    criterion.load_state_dict(weights)
+    return criterion
+
+
+def curves(records: list[dict[str, Any]], config: Any) -> Figure:
+    """The error on held-out tasks over steps, mean and spread over seeds."""
+    names = list(dict.fromkeys(r["problem"] for r in records))
+    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        own = [r for r in records if r["problem"] == name]
+        for key, label, colour in (
+            ("task", "task's loss, best rate", "C1"),
+            ("learned", "learned loss", "C0"),
+        ):
+            values = numpy.array([r[key] for r in own])  # [seeds, steps + 1]
+            mean, spread = values.mean(0), values.std(0, ddof=min(len(own) - 1, 1))
+            x = numpy.arange(len(mean))
+            axes.plot(x, mean, color=colour, label=label)
+            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2)
+        end = numpy.mean([r["task"][-1] for r in own])
+        axes.axhline(end, color="C1", linestyle=":", label=f"the same after {config.horizon} steps")
+        axes.axvline(config.steps, color="grey", linestyle="--", label="learned for so many steps")
+        axes.set(xlabel="steps", ylabel=PROBLEMS[name].measured, title=name)
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _extras(criterion: LearnedLoss, config: Any, step: int, at: float) -> list[float]:
+    """The numbers that it reads besides, in the order of the experiment."""
+    return [*step_numbers(config, step), at][: criterion.extras]
+
+
+def surface(criterion: LearnedLoss, config: Any) -> Figure:
+    """Over prediction and target, at the first step, for some inputs if it is told the input."""
+    told = criterion.extras > len(step_numbers(config, 0))
+    inputs = _INPUTS if told else _INPUTS[1:2]
+    figure = Figure(figsize=(4.2 * (len(inputs) + 1), 3.8), layout="constrained")
+    row = figure.subplots(1, len(inputs) + 1, squeeze=False)[0]
+    axis = torch.linspace(-_REACH, _REACH, 81, dtype=torch.float32)
+    target, prediction = torch.meshgrid(axis, axis, indexing="ij")
+    for axes, at in zip(row, inputs, strict=False):
+        with torch.no_grad():
+            height = criterion.each(prediction, target, *_extras(criterion, config, 0, at))
+        drawn = axes.contourf(axis, axis, height, levels=20)
+        axes.plot(axis, axis, color="white", linestyle=":")
+        where = f", x = {at:g}" if told else ""
+        axes.set(xlabel="prediction", ylabel="target", title=f"learned loss{where}")
+        figure.colorbar(drawn, ax=axes)
+    _slopes(row[-1], criterion, config, axis)
+    return figure
+
+
+def _slopes(axes: Any, criterion: LearnedLoss, config: Any, prediction: Tensor) -> None:
+    """Its derivative by the prediction, for some targets; that of the squared error is a line."""
+    for target in (-3.0, 0.0, 3.0):
+        moving = prediction.clone().requires_grad_()
+        extras = _extras(criterion, config, 0, 0.0)
+        each = criterion.each(moving, torch.full_like(moving, target), *extras)
+        (slope,) = torch.autograd.grad(each.sum(), moving)
+        (line,) = axes.plot(prediction, slope, label=f"target {target:g}")
+        axes.axvline(target, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set(xlabel="prediction", ylabel="derivative of the loss", title="what it does to a net")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def class_curves(criterion: LearnedLoss, config: Any) -> Figure:
+    """For two classes, over the probability of the right one, beside the cross-entropy."""
+    figure = Figure(figsize=(5.5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    right = torch.linspace(0.01, 0.99, 99, dtype=torch.float32)
+    logits = torch.stack([right, 1 - right], -1).log()
+    labels = torch.zeros(len(right), dtype=torch.long)
+    last = config.steps - 1
+    for step in sorted({0, last // 2, last}) if config.read_step else (0,):
+        with torch.no_grad():
+            each = criterion.each(logits, labels, *_extras(criterion, config, step, 0.0)).sum(-1)
+        told = f", step {step + 1}" if config.read_step else ""
+        axes.plot(right, each - each.min(), label=f"learned{told}")
+    axes.plot(right, -right.log(), color="grey", linestyle=":", label="cross-entropy")
+    axes.set(xlabel="probability of the right class, of two", ylabel="loss above its least value")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure

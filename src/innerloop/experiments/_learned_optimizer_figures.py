@@ -1,0 +1,73 @@
+"""What a comparison of optimizers found, as curves and as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+from matplotlib.figure import Figure
+
+_COLOURS = {"sgd": "C2", "adam": "C1", "rmsprop": "C3"}
+_NAMES = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSprop", "lstm": "learned LSTM"}
+_NAMES |= {"mlp": "learned MLP", "meta-sgd": "Meta-SGD", "lslr": "LSLR"}
+_LOSSES = {"quadratics": "loss", "digits": "cross-entropy of a minibatch"}
+
+
+def draw(config: Any, folder: Path, result: dict[str, Any]) -> None:
+    """A picture for each problem."""
+    for problem in config.problems:
+        figure = curves(config, problem, result)
+        path = folder / f"{problem}.png"
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+        figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+
+
+def curves(config: Any, problem: str, result: dict[str, Any]) -> Figure:
+    """The loss on unseen problems over the steps, mean and spread over seeds."""
+    figure = Figure(figsize=(6.4, 4))
+    axes = figure.subplots()
+    cells = [c for c in result["cells"] if c["problem"] == problem]
+    for kind in cells[0]["curves"]:
+        # [seeds, steps]
+        found = numpy.array([c["curves"][kind] for c in cells])
+        mean, spread, steps = found.mean(0), found.std(0), range(found.shape[1])
+        colour, width = _COLOURS.get(kind, "C0"), 1.4 if kind in _COLOURS else 2.2
+        label = _NAMES[kind]
+        if kind in _COLOURS:
+            rate = result["rates"][problem][kind][str(config.horizon)]["mean"]
+            label += f", rate {rate:.2g}"
+        axes.plot(steps, mean, color=colour, linewidth=width, label=label)
+        low = numpy.maximum(mean - spread, mean / 10)  # what a logarithmic axis can show
+        axes.fill_between(steps, low, mean + spread, color=colour, alpha=0.2, linewidth=0)
+    axes.axvline(config.horizon, color="grey", linestyle=":")
+    where: Any = ("data", "axes fraction")
+    text, at = "end of the training horizon", (config.horizon, 0.98)
+    axes.annotate(text, at, xycoords=where, rotation=90, va="top", ha="right", fontsize=7)
+    axes.set(xlabel="steps", ylabel=_LOSSES[problem], yscale="log", title=f"unseen {problem}")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def table(config: Any, result: dict[str, Any]) -> str:
+    """Mean and standard deviation over seeds."""
+    lines = []
+    for problem, summary in result["summary"].items():
+        heads = [f"{what} {h} steps" for h in config.horizons for what in ("mean over", "after")]
+        lines += ["", f"{problem}, unseen: loss, mean and deviation over {config.seeds} seeds"]
+        lines.append("  ".join([f"{'':12}", *(f"{head:>20}" for head in heads)]))
+        for kind, by in summary.items():
+            cells = [by[str(h)][m] for h in config.horizons for m in ("mean", "final")]
+            shown = [f"{c['mean']:.4g} ± {c['deviation']:.2g}" for c in cells]
+            lines.append("  ".join([f"{_NAMES[kind]:12}", *(f"{text:>20}" for text in shown)]))
+        lines.append(_verdict(config, summary))
+    return "\n".join([*lines[1:], "", f"{result['seconds']:.0f} s."])
+
+
+def _verdict(config: Any, summary: dict[str, Any]) -> str:
+    cell = summary[config.optimizer][str(config.horizon)]["mean"]
+    return (
+        f"{_NAMES[config.optimizer]} is below tuned Adam, in the mean over the training horizon, "
+        f"in {cell['seeds_below_adam']} of {config.seeds} seeds."
+    )

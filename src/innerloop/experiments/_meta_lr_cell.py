@@ -1,0 +1,202 @@
+"""One training run of the learning-rate experiment: one arm, one seed, epoch after epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import innerloop as il
+from innerloop.errors import InnerLoopError
+from innerloop.experiments._pictures import Pictures, batch, drawn, stream
+from innerloop.models import DenseNetBC
+
+ARMS = ("fixed", "multistep", "meta", "discarded")
+STRATEGIES = {"remat": il.Remat, "tape": il.Tape, "binomial": il.Binomial, "auto": il.Auto}
+GROUPS = ("tensor", "part", "one")
+_TEST_BATCH = 250
+
+
+class Kind(NamedTuple):
+    """An optimizer: how it is made, what it starts with, and what of it can be learned."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    lr: float
+    weight_decay: float
+    learnable: tuple[str, ...]
+    transform: str
+    """How the rate is learned: a step of the meta-optimizer is too large for small ones."""
+
+
+OPTIMIZERS = {
+    "sgd": Kind(torch.optim.SGD, 0.1, 1e-4, ("lr", "momentum", "weight_decay"), "none"),
+    "adam": Kind(torch.optim.Adam, 1e-3, 1e-4, ("lr", "betas", "weight_decay", "eps"), "log"),
+    "adamw": Kind(torch.optim.AdamW, 1e-3, 1e-2, ("lr", "betas", "weight_decay", "eps"), "log"),
+    "rmsprop": Kind(
+        torch.optim.RMSprop, 1e-3, 1e-4, ("lr", "alpha", "momentum", "weight_decay", "eps"), "log"
+    ),
+}
+# Settings other than the rate stay in their range.
+_RANGES = {"momentum": "logit", "betas": "logit", "alpha": "logit"}
+_RANGES |= {"weight_decay": "log", "eps": "log"}
+
+
+def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(model(given[0]), given[1])
+
+
+def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The meta-loss: the mean over validation batches, each normalized by itself."""
+    return torch.stack([loss(model, given) for given in batches]).mean()
+
+
+def parameter_groups(model: DenseNetBC, how: str) -> list[dict[str, Any]]:
+    """One group for each tensor, for each part of the model, or one of all.
+
+    >>> model = DenseNetBC(growth=12, depth=100)
+    >>> [len(parameter_groups(model, how)) for how in ("tensor", "part", "one")]
+    [299, 53, 1]
+    """
+    if how == "one":
+        return [{"params": list(model.parameters())}]
+    if how == "tensor":
+        return [{"params": [p]} for p in model.parameters()]
+    parts = [list(part.parameters()) for part in (*model.features, model.linear)]
+    return [{"params": params} for params in parts if params]
+
+
+class Cell:
+    """A model in training. ``config`` is that of the experiment."""
+
+    def __init__(self, config: Any, arm: str, seed: int, pictures: Pictures) -> None:
+        self.config, self.arm, self.seed, self.pictures = config, arm, seed, pictures
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = DenseNetBC(growth=config.growth, depth=config.depth)
+        # This order of the pixels is the faster one for convolutions on a CPU.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = model.to(config.device, torch.float32)
+        self.optimizer = self._optimizer()
+        self.loss = 0.0
+        """Sum over the epoch under way."""
+        self.inner: il.InnerLoop | None = None
+        if arm in ("meta", "discarded"):
+            self.inner = self._inner()
+            self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        c = self.config
+        kind = OPTIMIZERS[c.optimizer]
+        lr = kind.lr if c.lr is None else c.lr
+        decay = kind.weight_decay if c.weight_decay is None else c.weight_decay
+        options: dict[str, Any] = {"lr": lr, "weight_decay": decay}
+        if c.optimizer == "sgd":
+            options |= {"momentum": c.momentum, "nesterov": c.momentum > 0}
+        # An optimizer keeps one number per group, so what has its own value has its own group.
+        how = "tensor" if c.per == "parameter" else c.groups
+        return kind.make(parameter_groups(self.model, how), **options)
+
+    def _inner(self) -> il.InnerLoop:
+        c = self.config
+        learn = {name: il.Learn(transform=_transform(c, name)) for name in c.learned}
+        # Without warm state the inner loop has an optimizer of its own, which never takes a step.
+        optimizer = self.optimizer if c.warm else self._optimizer()
+        strategy = STRATEGIES[c.backward]()
+        return il.InnerLoop(
+            self.model, optimizer, loss, learn=learn, backward=strategy, val_loss=mean_loss
+        )
+
+    # --- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        if self.inner is not None:
+            parts |= {"inner": self.inner, "meta_optimizer": self.meta_optimizer}
+        return {"loss": self.loss} | {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss = state["loss"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.inner is not None:
+            self.inner.load_state_dict(state["inner"])
+            self.meta_optimizer.load_state_dict(state["meta_optimizer"])
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def step(self, epoch: int, number: int) -> float:
+        """One ordinary step on the batch of this number in this epoch."""
+        c, train = self.config, self.pictures.train
+        order = torch.randperm(len(train.labels), generator=stream(self.seed, "order", epoch))
+        rows = order[number * c.batch : (number + 1) * c.batch]
+        chance = stream(self.seed, "augmentation", epoch, number) if c.augment else None
+        self.optimizer.zero_grad()
+        value = loss(self.model, batch(train, rows, self.pictures, chance))
+        value.backward()
+        self.optimizer.step()
+        self.loss += value.item()
+        self._check(value.item(), epoch)
+        return value.item()
+
+    def end_epoch(self, epoch: int, steps: int) -> dict[str, Any]:
+        """Meta-update or schedule; what the epoch came to."""
+        found: dict[str, Any] = {"arm": self.arm, "seed": self.seed, "epoch": epoch + 1}
+        found |= {"train_loss": self.loss / steps, "test_error": self.test_error()}
+        self.loss = 0.0
+        if self.inner is not None:
+            found["meta_loss"] = self._meta_update(self.inner, epoch)
+            found["learned"] = {n: v.tolist() for n, v in self.inner.hyper.items()}
+        elif self.arm == "multistep" and epoch + 1 in self.config.milestones:
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 10
+        return found
+
+    def _meta_update(self, inner: il.InnerLoop, epoch: int) -> float:
+        """Algorithm 1 once, from where training is; the learned settings are used from now on."""
+        train, val = self.meta_batches(epoch)
+        value = il.meta_update(inner, train, val, self.meta_optimizer)[0].item()
+        self._check(value, epoch)
+        if "lr" in inner.learned and inner.learned["lr"].transform is None:
+            # A rate below 0 would climb the loss.
+            inner.settings["lr"].data.clamp_(min=0)
+        if self.arm == "meta":
+            inner.write_to(self.optimizer)
+        return value
+
+    def meta_batches(self, epoch: int) -> tuple[list[Any], list[Any]]:
+        """Small augmented training batches for the inner steps, and plain validation batches."""
+        c, p = self.config, self.pictures
+        chance = stream(self.seed, "meta", epoch)
+        rows = drawn(len(p.train.labels), c.meta_batch, c.meta_steps, chance)
+        train = [batch(p.train, r, p, chance if c.augment else None) for r in rows]
+        rows = drawn(len(p.val.labels), c.meta_batch, c.val_batches, chance)
+        return train, [batch(p.val, r, p, None) for r in rows]
+
+    @torch.no_grad()
+    def test_error(self) -> float:
+        """The share of test pictures that are classified wrongly, by running statistics."""
+        self.model.eval()
+        test, wrong = self.pictures.test, 0
+        for rows in torch.arange(len(test.labels)).split(_TEST_BATCH):
+            images, labels = batch(test, rows, self.pictures, None)
+            wrong += int((self.model(images).argmax(1) != labels).sum())
+        self.model.train()
+        return wrong / len(test.labels)
+
+    def _check(self, value: float, epoch: int) -> None:
+        if not math.isfinite(value):
+            raise InnerLoopError(
+                f"The loss is {value} in epoch {epoch + 1} of arm {self.arm}, seed {self.seed}: "
+                "training diverged. Try a smaller --lr or --meta-lr."
+            )
+
+
+def _transform(config: Any, name: str) -> str | None:
+    if name != "lr":
+        return _RANGES[name]
+    chosen = config.transform or OPTIMIZERS[config.optimizer].transform
+    return None if chosen == "none" else chosen

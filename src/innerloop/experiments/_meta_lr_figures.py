@@ -1,0 +1,76 @@
+"""Pictures of the learning-rate experiment: the paper's figure, and what became of the rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+Records = list[dict[str, Any]]
+
+
+def draw(records: Records, folder: Path) -> None:
+    """All of them, into the folder of the run."""
+    _save(test_error(records), folder / "test-error.png")
+    learning = [r for r in records if "learned" in r]
+    for name in learning[0]["learned"] if learning else ():
+        _save(learned(name, learning), folder / f"learned-{name}.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+
+
+def _cells(records: Records, arm: str) -> list[Records]:
+    """The records of one arm, by seed."""
+    seeds = sorted({r["seed"] for r in records})
+    found = [[r for r in records if (r["arm"], r["seed"]) == (arm, seed)] for seed in seeds]
+    return [cell for cell in found if cell]
+
+
+def test_error(records: Records) -> Figure:
+    """Test error after each epoch: a line for each arm, and its spread over seeds."""
+    figure = Figure(figsize=(6.4, 4))
+    axes = figure.subplots()
+    for colour, arm in enumerate(dict.fromkeys(r["arm"] for r in records)):
+        cells = _cells(records, arm)
+        x = [r["epoch"] for r in cells[0]]
+        y = 100 * numpy.array([[r["test_error"] for r in cell] for cell in cells])
+        axes.plot(x, y.mean(0), color=f"C{colour}", label=arm)
+        # The lowest and the highest seed: three make no distribution.
+        axes.fill_between(x, y.min(0), y.max(0), color=f"C{colour}", alpha=0.2, linewidth=0)
+    axes.set(xlabel="epoch", ylabel="test error in %")
+    axes.set_title("mean over seeds, lowest to highest shaded", fontsize=9)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def learned(name: str, records: Records) -> Figure:
+    """A learned setting after each meta-update, a panel for each run, coloured by depth."""
+    runs = list(dict.fromkeys((r["arm"], r["seed"]) for r in records))
+    figure = Figure(figsize=(max(3.2 * len(runs), 5), 3.4), layout="constrained")
+    for axes, (arm, seed) in zip(
+        figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs, strict=True
+    ):
+        mine = [r for r in records if (r["arm"], r["seed"]) == (arm, seed)]
+        _lines(axes, mine, name)
+        axes.set(xlabel="epoch", title=f"{arm}, seed {seed}")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"learned {name}, from the first layer (dark) to the last (bright)")
+    return figure
+
+
+def _lines(axes: Any, records: Records, name: str) -> None:
+    """A line for each group; for a setting of several components, for each of these."""
+    x = [r["epoch"] for r in records]
+    # [epochs, groups, (components)]
+    values = numpy.array([r["learned"][name] for r in records])
+    groups = values.shape[1]
+    for g in range(groups):
+        colour = colormaps["viridis"](g / max(groups - 1, 1))
+        axes.plot(x, values[:, g], color=colour, linewidth=0.8)

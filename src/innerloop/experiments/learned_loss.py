@@ -1,0 +1,188 @@
+"""A loss that is learned, so that a net trained with it is good after few steps (ML³).
+
+``innerloop learned-loss`` learns one on sines and one on handwritten digits. Every task starts from
+random weights. Then nets are trained on held-out tasks by plain SGD, once with the learned loss and
+once with the task's own loss (squared error, cross-entropy) at its best learning rate, chosen on
+other tasks. It tells how many steps the learned loss needs for what the other reaches in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._learned_loss_cell import Cell
+from innerloop.experiments._learned_loss_problems import PROBLEMS
+
+_BOTH = "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a run; each is also a flag."""
+
+    problem: Annotated[str, f"one of {', '.join(PROBLEMS)}, {_BOTH}"] = _BOTH
+    seeds: Annotated[int, "how often all is repeated"] = 3
+    iterations: Annotated[int, "meta-updates of a loss"] = 400
+    tasks: Annotated[int, "tasks in a meta-update"] = 32
+    steps: Annotated[int, "inner steps after which a net is judged while its loss is learned"] = 20
+    horizon: Annotated[int, "steps of the task's own loss in the comparison"] = 100
+    read_step: Annotated[bool, "the learned loss is told which step it is"] = True
+    read_input: Annotated[bool, "on sines the learned loss is told x"] = True
+    inner_lr: Annotated[float, "learning rate with the learned loss"] = 0.1
+    momentum: Annotated[float, "of SGD, with either loss"] = 0.0
+    meta_lr: Annotated[float, "learning rate of the outer Adam, before its cosine to 0"] = 0.01
+    clip: Annotated[float, "longest meta-gradient"] = 10.0
+    held_out: Annotated[int, "held-out tasks, for each of five initial weights"] = 40
+    seed: Annotated[int, "the first seed: the same seed gives the same result"] = 0
+    out: Annotated[Path, "folder of the run"] = Path("out/learned-loss")
+
+    def __post_init__(self) -> None:
+        check_choice("problem", self.problem, (*PROBLEMS, _BOTH))
+        for name in ("seeds", "iterations", "tasks", "steps", "horizon", "held_out"):
+            if getattr(self, name) < 1:
+                refuse(name, getattr(self, name), "at least 1")
+        if not 0 <= self.seed <= 1000:
+            refuse("seed", self.seed, "from 0 to 1000")
+        if self.steps > self.horizon:
+            refuse("steps", self.steps, f"at most the horizon, {self.horizon}")
+        for name in ("inner_lr", "meta_lr", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                refuse(name, value, "a number above 0")
+        if not 0 <= self.momentum < 1:
+            refuse("momentum", self.momentum, "at least 0 and below 1")
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        names = tuple(PROBLEMS) if self.problem == _BOTH else (self.problem,)
+        return [(name, self.seed + k) for name in names for k in range(self.seeds)]
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"seeds": 5, "iterations": 3000, "tasks": 64, "held_out": 100},
+    "quick": {},
+}
+
+
+def configured(given: dict[str, Any], preset: str) -> Config:
+    """The preset with what was written instead."""
+    check_choice("preset", preset, tuple(PRESETS))
+    return Config(**{**PRESETS[preset], **given})
+
+
+class LearningLosses(Experiment):
+    """A cell for each problem and seed, one after another."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.learned: list[dict[str, Any]] = []
+        """The weights of the losses that are done."""
+        self.cell = self._started()
+
+    @property
+    def total(self) -> int:
+        return sum(Cell.units(self.config, name) for name, _ in self.config.cells)
+
+    def _started(self) -> Cell | None:
+        cells = self.config.cells
+        place = len(self.learned)
+        return Cell(self.config, *cells[place]) if place < len(cells) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        cell = None if self.cell is None else self.cell.state_dict()
+        return {"learned": self.learned, "cell": cell}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learned = state["learned"]
+        self.cell = self._started()
+        if self.cell is not None:
+            self.cell.load_state_dict(state["cell"])
+
+    def advance(self) -> dict[str, str]:
+        cell = self.cell
+        assert cell is not None
+        shown = cell.advance()
+        if cell.found is not None:
+            self.records.append(cell.found)
+            self.learned.append({n: t.clone() for n, t in cell.criterion.state_dict().items()})
+            self.cell = self._started()
+        return shown
+
+    def result(self) -> dict[str, Any]:
+        names = dict.fromkeys(name for name, _ in self.config.cells)
+        return {name: self._summary(name) for name in names}
+
+    def _summary(self, name: str) -> dict[str, Any]:
+        c = self.config
+        found = [r for r in self.records if r["problem"] == name]
+        needed = [r["steps_needed"] for r in found]
+        errors = {
+            "learned_short": [r["learned"][c.steps] for r in found],
+            "learned_long": [r["learned"][c.horizon] for r in found],
+            "task_short": [r["task_short"] for r in found],
+            "task_long": [r["task"][c.horizon] for r in found],
+        }
+        return {
+            "seeds": [r["seed"] for r in found],
+            "steps_needed": needed,
+            "rates": [r["rate"] for r in found],
+            "errors": errors,
+            "mean": {key: statistics.fmean(values) for key, values in errors.items()},
+            "spread": {key: _spread(values) for key, values in errors.items()},
+        }
+
+    def draw(self, folder: Path, result: dict[str, Any]) -> None:
+        from innerloop.experiments import _learned_loss_figures
+
+        _learned_loss_figures.draw(self, folder, result)
+
+    def told(self, result: dict[str, Any]) -> str:
+        lines = []
+        for name in dict.fromkeys(name for name, _ in self.config.cells):
+            lines += self._table(name, result[name])
+        return "\n".join(lines)
+
+    def _table(self, name: str, found: dict[str, Any]) -> list[str]:
+        c = self.config
+        rows = {
+            f"learned loss, {c.steps} steps": "learned_short",
+            f"task's loss, {c.steps} steps, rate tuned for them": "task_short",
+            f"learned loss, {c.horizon} steps": "learned_long",
+            f"task's loss, {c.horizon} steps, rate tuned for them": "task_long",
+        }
+        lines = [f"{name}: {PROBLEMS[name].measured} on held-out tasks, {c.seeds} seeds"]
+        for said, key in rows.items():
+            lines.append(f"  {said:50} {found['mean'][key]:.4f} ± {found['spread'][key]:.4f}")
+        needed = ", ".join(_counted(n, c.horizon) for n in found["steps_needed"])
+        lines.append(f"  steps of the learned loss to the last line's error, by seed: {needed}")
+        return lines
+
+
+def _spread(values: list[float]) -> float:
+    """Standard deviation over seeds."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _counted(needed: int | None, horizon: int) -> str:
+    return f"not within {horizon}" if needed is None else str(needed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command("learned-loss", __doc__, Config, configured, LearningLosses, argv, _NEXT)
+
+
+_NEXT = (
+    "Next, see what a loss without hints learns: innerloop learned-loss --no-read-step "
+    "--no-read-input --out out/plain"
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""Learning rates that are meta-learned while an ordinary training run goes on (section 5.1).
+
+``innerloop meta-lr`` trains DenseNet-BC in three ways, with some seeds each: at a fixed rate, with
+a schedule made by hand, and with a rate for each tensor that is learned after every epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from innerloop.experiments import _pictures
+from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._meta_lr_cell import ARMS, GROUPS, OPTIMIZERS, STRATEGIES, Cell
+
+TRANSFORMS = ("none", "log", "softplus")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a run; each is also a flag."""
+
+    arms: Annotated[str, f"some of {','.join(ARMS)}"] = "fixed,multistep,meta"
+    seeds: Annotated[int, "runs of each arm"] = 3
+    epochs: Annotated[int, "epochs of each run"] = 300
+    depth: Annotated[int, "layers of DenseNet-BC, 4 more than a multiple of 6"] = 100
+    growth: Annotated[int, "channels that each layer adds"] = 12
+    batch: Annotated[int, "pictures in a training batch"] = 64
+    augment: Annotated[bool, "mirror pictures and shift them by up to 4 pixels"] = True
+    optimizer: Annotated[str, f"one of {', '.join(OPTIMIZERS)}"] = "sgd"
+    lr: Annotated[float | None, "learning rate at the start (0.1 for sgd, else 0.001)"] = None
+    momentum: Annotated[float, "of sgd, by Nesterov"] = 0.9
+    weight_decay: Annotated[float | None, "at the start (0.0001, adamw 0.01)"] = None
+    learn: Annotated[str, "settings to learn, as lr,momentum,weight_decay"] = "lr"
+    per: Annotated[str, "a value for each group or for each parameter"] = "group"
+    groups: Annotated[str, "the optimizer's groups: tensor, part or one"] = "tensor"
+    transform: Annotated[str | None, "learn the rate by none, log, softplus (none for sgd)"] = None
+    meta_lr: Annotated[float, "learning rate of the meta-optimizer, Adam"] = 1e-3
+    meta_steps: Annotated[int, "inner steps of a meta-update"] = 15
+    meta_batch: Annotated[int, "pictures in a batch of the meta-update"] = 16
+    val_batches: Annotated[int, "validation batches in the meta-loss"] = 10
+    val_part: Annotated[float, "part of the training pictures kept for validation"] = 0.01
+    warm: Annotated[bool, "inner steps begin with the optimizer's momentum"] = True
+    backward: Annotated[str, f"one of {', '.join(STRATEGIES)}"] = "remat"
+    shapes: Annotated[int, "synthetic training pictures, where no data is named"] = 10_000
+    seed: Annotated[int, "the first seed; the same gives the same result"] = 0
+    data: Annotated[Path | None, "folder or archive of CIFAR-10 (INNERLOOP_DATA)"] = None
+    out: Annotated[Path, "folder of the run"] = Path("out/meta-lr")
+    device: Annotated[str, "where to compute"] = "cpu"
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            refuse("device", self.device, f"a device of this machine ({error})")
+
+    def _check_choices(self) -> None:
+        check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        check_choice("backward", self.backward, tuple(STRATEGIES))
+        check_choice("per", self.per, ("group", "parameter"))
+        check_choice("groups", self.groups, GROUPS)
+        check_choice("transform", self.transform or "none", TRANSFORMS)
+        named = {"arms": (self.arms, ARMS), "learn": (self.learn, _learnable(self.optimizer))}
+        for name, (given, known) in named.items():
+            words = given.split(",")
+            for word in words:
+                check_choice(name, word, known)
+            if len(set(words)) < len(words):
+                refuse(name, given, "each name once")
+
+    def _check_numbers(self) -> None:
+        counts = ("seeds", "epochs", "growth", "meta_steps", "meta_batch", "val_batches")
+        least = dict.fromkeys(counts, 1) | {"batch": 2, "seed": 0, "shapes": 20}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                refuse(name, getattr(self, name), f"at least {low}")
+        if self.depth < 10 or self.depth % 6 != 4:
+            refuse("depth", self.depth, "4 more than a multiple of 6, as 10, 16, 22, 40 or 100")
+        if not 0 <= self.momentum < 1:
+            refuse("momentum", self.momentum, "from 0 to below 1")
+        if not 0 < self.val_part < 1:
+            refuse("val_part", self.val_part, "between 0 and 1")
+        for name in ("lr", "weight_decay", "meta_lr"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                refuse(name, value, "a number, 0 or above")
+        if self.lr == 0:
+            refuse("lr", self.lr, "above 0")
+        for name in ("momentum", "weight_decay"):
+            if name in self.learned and getattr(self, name) == 0:
+                refuse(name, 0, "above 0, since it is learned")
+
+    @property
+    def learned(self) -> list[str]:
+        return self.learn.split(",")
+
+    @property
+    def milestones(self) -> tuple[int, int]:
+        """Epochs after which the schedule made by hand divides the rate by 10."""
+        return self.epochs // 2, 3 * self.epochs // 4
+
+
+def _learnable(optimizer: str) -> tuple[str, ...]:
+    return OPTIMIZERS[optimizer].learnable
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    # Adam moves a rate by about its own rate in each update. With fewer updates than the paper's
+    # 300 it needs larger ones to go as far.
+    "quick": {"epochs": 15, "depth": 16, "meta_lr": 0.02, "shapes": 2000},
+}
+
+
+def configured(given: dict[str, Any], preset: str) -> Config:
+    """The preset with what was written instead."""
+    check_choice("preset", preset, tuple(PRESETS))
+    return Config(**{**PRESETS[preset], **given})
+
+
+class MetaLr(Experiment):
+    """All arms and seeds; a unit of work is one training step."""
+
+    unit = "steps"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        loaded = _pictures.load(config.data, config.shapes, config.device)
+        self.train, self.test, self.source = loaded
+        # Seed after seed: a run that is looked at half done has compared something.
+        seeds = range(config.seed, config.seed + config.seeds)
+        self.cells = [(arm, seed) for seed in seeds for arm in config.arms.split(",")]
+        self.cell: Cell | None = None
+        self.shown: dict[str, str] = {}
+        pictures = self._pictures(config.seed)
+        self.steps = math.ceil(len(pictures.train.labels) / config.batch)
+
+    def _pictures(self, seed: int) -> _pictures.Pictures:
+        return _pictures.split(self.train, self.test, self.source, self.config.val_part, seed)
+
+    @property
+    def _of_a_cell(self) -> int:
+        return self.config.epochs * self.steps
+
+    @property
+    def total(self) -> int:
+        return len(self.cells) * self._of_a_cell
+
+    def _current(self) -> Cell:
+        """The cell under way, or the next one where one has just ended."""
+        if self.cell is None:
+            arm, seed = self.cells[self.done // self._of_a_cell]
+            self.cell = Cell(self.config, arm, seed, self._pictures(seed))
+        return self.cell
+
+    def state_dict(self) -> dict[str, Any]:
+        cell = None if self.cell is None else self.cell.state_dict()
+        return {"cell": cell, "shown": self.shown}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shown = state["shown"]
+        if state["cell"] is not None:
+            self._current().load_state_dict(state["cell"])
+
+    def advance(self) -> dict[str, str]:
+        cell = self._current()
+        epoch, number = divmod(self.done % self._of_a_cell, self.steps)
+        value = cell.step(epoch, number)
+        self.shown |= {"run": f"{cell.arm} {cell.seed}", "loss": f"{value:.3f}"}
+        if number + 1 == self.steps:
+            record = cell.end_epoch(epoch, self.steps) | {"iteration": self.done + 1}
+            self.records.append(record)
+            self.shown["error"] = f"{100 * record['test_error']:.1f} %"
+            if epoch + 1 == self.config.epochs:
+                self.cell = None
+        return self.shown
+
+    def result(self) -> dict[str, Any]:
+        """Test errors of every arm after the last epoch, and over all epochs."""
+        arms = {arm: self._arm(arm) for arm in self.config.arms.split(",")}
+        return {"data": self.source, "epochs": self.config.epochs, "arms": arms}
+
+    def _arm(self, arm: str) -> dict[str, Any]:
+        mine = [r for r in self.records if r["arm"] == arm]
+        last = [r["test_error"] for r in mine if r["epoch"] == self.config.epochs]
+        found = {
+            "errors": last,
+            "mean": statistics.mean(last),
+            "deviation": statistics.stdev(last) if len(last) > 1 else None,
+            "mean_over_epochs": statistics.mean(r["test_error"] for r in mine),
+            "train_loss": statistics.mean(
+                r["train_loss"] for r in mine if r["epoch"] == self.config.epochs
+            ),
+        }
+        return found
+
+    def draw(self, folder: Path, result: dict[str, Any]) -> None:
+        from innerloop.experiments import _meta_lr_figures
+
+        _meta_lr_figures.draw(self.records, folder)
+
+    def told(self, result: dict[str, Any]) -> str:
+        c = self.config
+        lines = [
+            f"DenseNet-BC(k={c.growth}, depth={c.depth}) with {c.optimizer}, {c.epochs} epochs, "
+            f"{c.seeds} seeds, on {result['data']}, in {result['seconds']:.0f} s.",
+            f"{'arm':<12}{'test error':>18}{'mean over epochs':>20}{'training loss':>16}  seeds",
+        ]
+        for arm, found in result["arms"].items():
+            spread = "" if found["deviation"] is None else f" ± {100 * found['deviation']:.2f}"
+            error = f"{100 * found['mean']:.2f}{spread} %"
+            over = f"{100 * found['mean_over_epochs']:.2f} %"
+            each = ", ".join(f"{100 * e:.2f}" for e in found["errors"])
+            lines.append(f"{arm:<12}{error:>18}{over:>20}{found['train_loss']:>16.3f}  {each}")
+        return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command("meta-lr", __doc__, Config, configured, MetaLr, argv, _NEXT)
+
+
+_NEXT = (
+    "Next, learn more of the optimizer: "
+    "innerloop meta-lr --learn lr,momentum,weight_decay --out out/more"
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

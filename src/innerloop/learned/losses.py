@@ -1,0 +1,139 @@
+"""A loss that is learned: a small network over predictions and targets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from innerloop.errors import InnerLoopError, four_part
+
+_KINDS = ("values", "classes")
+
+
+class LearnedLoss(nn.Module):
+    """A network ℓ(prediction, target, extras) ≥ 0, the same for every coordinate.
+
+    ``criterion(prediction, target)`` is a loss like those of ``torch.nn``. The same object is a
+    loss of an inner loop, which trains it: ``criterion(model, (x, y))`` is
+    ``criterion(model(x), y)``, and whatever follows ``y`` in the batch are the extras.
+
+    With ``targets="values"`` (regression) prediction and target have the same shape. The network
+    reads both numbers of each coordinate and says its loss; the result is the mean.
+
+    With ``targets="classes"`` the prediction holds logits, [..., classes], and the target class
+    numbers, [...], or probabilities, [..., classes]. The network reads the log-probability and the
+    target of each class; the result is the sum over classes, in the mean over examples. So it does
+    not depend on the number or the order of the classes.
+
+    Args:
+        targets: ``"values"`` or ``"classes"``.
+        extras: how many further numbers it reads for each coordinate: the input, the step, a weight
+            of the example. They are tensors that broadcast to the prediction's shape, or numbers.
+        hidden: widths of the hidden layers.
+        dtype: of its weights.
+
+    S. Bechtle et al. Meta learning via learned loss. ICPR 2020 (ML³).
+
+    >>> criterion = LearnedLoss()
+    >>> model = nn.Linear(3, 1)
+    >>> x, y = torch.ones(4, 3), torch.ones(4, 1)
+    >>> criterion(model(x), y) == criterion(model, (x, y))
+    tensor(True)
+    """
+
+    def __init__(
+        self,
+        targets: str = "values",
+        *,
+        extras: int = 0,
+        hidden: Sequence[int] = (40, 40),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if targets not in _KINDS:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave targets={targets!r}.",
+                    "'values' or 'classes'.",
+                    "a class number is not a point on a line.",
+                    "LearnedLoss('values') for regression, LearnedLoss('classes') for logits.",
+                )
+            )
+        self.targets, self.extras = targets, extras
+        widths = (2 + extras, *hidden)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            # Smooth, since the meta-gradient differentiates its gradient.
+            layers += [nn.Linear(before, after, dtype=dtype), nn.SiLU()]
+        self.net = nn.Sequential(*layers, nn.Linear(widths[-1], 1, dtype=dtype))
+
+    def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
+        """The loss of predictions; or of a model on a batch (x, target, *extras)."""
+        if isinstance(prediction, nn.Module):
+            x, target, *rest = target
+            prediction, extras = prediction(x), (*extras, *rest)
+        values = self.each(prediction, target, *extras)
+        return (values.sum(-1) if self.targets == "classes" else values).mean()
+
+    def each(self, prediction: Tensor, target: Tensor, *extras: Any) -> Tensor:
+        """The loss of each coordinate, of the prediction's shape."""
+        if self.targets == "classes":
+            target = _probabilities(prediction, target)
+            prediction = prediction.log_softmax(-1)
+        if prediction.shape != target.shape:
+            raise InnerLoopError(_shapes(prediction, target))
+        if len(extras) != self.extras:
+            raise InnerLoopError(_count(self.extras, len(extras)))
+        read = [_like(prediction, number) for number in (prediction, target, *extras)]
+        return softplus(self.net(torch.stack(read, dim=-1)).squeeze(-1))
+
+    def extra_repr(self) -> str:
+        return f"{self.targets!r}, extras={self.extras}"
+
+
+def _probabilities(logits: Tensor, target: Tensor) -> Tensor:
+    """Class numbers as vectors; a number that is no class is an error, in batched tasks too."""
+    if target.is_floating_point() or target.shape != logits.shape[:-1]:
+        return target
+    return torch.zeros_like(logits).scatter(-1, target.unsqueeze(-1), 1.0)
+
+
+def _like(prediction: Tensor, number: Any) -> Tensor:
+    if not isinstance(number, Tensor):
+        return torch.full_like(prediction, number)
+    if number.dim() != prediction.dim():
+        # [points] would be taken for the last axis of [points, points].
+        raise InnerLoopError(_axes(prediction, number))
+    return number.to(prediction.dtype).expand_as(prediction)
+
+
+def _shapes(prediction: Tensor, target: Tensor) -> str:
+    return four_part(
+        f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}.",
+        "the same shape; or for targets='classes' logits [..., classes] and whole numbers [...].",
+        "each coordinate of a prediction is compared with one of the target.",
+        "criterion(model(x), y.unsqueeze(-1)) if only a last axis is missing.",
+    )
+
+
+def _axes(prediction: Tensor, extra: Tensor) -> str:
+    return four_part(
+        f"The prediction has shape {tuple(prediction.shape)}, an extra {tuple(extra.shape)}.",
+        "as many axes, each as long or 1 long.",
+        "it is clear then which number belongs to which coordinate.",
+        "extra.unsqueeze(-1) for one number per example.",
+    )
+
+
+def _count(needed: int, found: int) -> str:
+    return four_part(
+        f"The loss was called with {found} extras.",
+        f"{needed}, as it was made.",
+        "its network has one input for each.",
+        "criterion(prediction, target, *extras), or a batch (x, target, *extras).",
+    )

@@ -1,0 +1,132 @@
+"""Gradient descent whose rates are learned: for each coordinate, or each tensor and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from innerloop.errors import InnerLoopError, four_part
+from innerloop.functional import functional
+from innerloop.learned._coordinates import Coordinates
+from innerloop.learned._optimizer import LearnedOptimizer, Memory
+
+
+class _OfOneModel(LearnedOptimizer):
+    """Has parameters for each weight of one model, which are found by the weight's name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        found = functional(model).params
+        self.known = tuple(found)
+        self.shapes = {name: tuple(p.shape) for name, p in found.items()}
+
+    def memory(self, count: int) -> Memory:
+        return {}
+
+    def init(self, params: Any) -> Memory:
+        self._check_known({name: tuple(p.shape) for name, p in params.items()})
+        return super().init(params)
+
+    def names_of(self, group: dict[str, Any], first: int) -> list[str]:
+        """By name if the group has names; else the group must be all weights in their order."""
+        given = [tuple(p.shape) for p in group["params"]]
+        if group.get("param_names"):
+            names = list(group["param_names"])
+        elif first == 0 and given == list(self.shapes.values()):
+            names = list(self.known)
+        else:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave a group of {len(given)} parameters without names.",
+                    f"all {len(self.known)} parameters of the model in one group, or names.",
+                    f"{type(self).__name__} has learned something else for each of them.",
+                    "as_torch_optimizer(model.named_parameters()), or groups of such pairs.",
+                )
+            )
+        self._check_known(dict(zip(names, given, strict=True)))
+        return names
+
+    def _check_known(self, given: dict[str, tuple[int, ...]]) -> None:
+        wrong = [n for n, shape in given.items() if self.shapes.get(n) != shape]
+        if wrong:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave the weight {wrong[0]!r} of shape {given[wrong[0]]}.",
+                    "weights with the names and shapes of the model it was made for.",
+                    f"{type(self).__name__} has learned something else for each of them.",
+                    f"{type(self).__name__}(model) for this model.",
+                )
+            )
+
+
+class MetaSGD(_OfOneModel):
+    """A learned rate for each coordinate, of any sign: ``θ -= α ∘ g``.
+
+    The rates are one vector, so the update has a direction of its own, not only a size.
+
+    Args:
+        model: the model it is for; its weights are told apart by their names.
+        lr: what all rates begin with.
+
+    Z. Li et al. Meta-SGD: Learning to learn quickly for few-shot learning. 2017.
+
+    >>> MetaSGD(nn.Linear(3, 2), lr=0.1).rates.shape
+    torch.Size([8])
+    """
+
+    def __init__(self, model: nn.Module, lr: float = 0.01) -> None:
+        super().__init__(model)
+        first = next(iter(functional(model).params.values()))
+        count = sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        rates = torch.full((count,), lr, dtype=first.dtype, device=first.device)
+        self.rates = nn.Parameter(rates)
+
+    def change(self, at: Coordinates, memory: Memory) -> tuple[Tensor, Memory]:
+        return -self._rates(at.names) * at.grad, memory
+
+    def _rates(self, names: tuple[str, ...]) -> Tensor:
+        if names == self.known:
+            return self.rates
+        sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
+        parts = dict(zip(self.known, self.rates.split(sizes), strict=True))
+        return torch.cat([parts[name] for name in names])
+
+
+class LSLR(_OfOneModel):
+    """A learned rate for each tensor and each step: ``θ -= α[step, tensor] · g``.
+
+    Steps after the last one go on with the rates of the last one.
+
+    Args:
+        model: the model it is for; its weights are told apart by their names.
+        steps: how many steps have rates of their own.
+        lr: what all rates begin with.
+
+    A. Antoniou et al. How to train your MAML. ICLR 2019.
+
+    >>> LSLR(nn.Linear(3, 2), steps=5).rates.shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self, model: nn.Module, steps: int, lr: float = 0.01) -> None:
+        super().__init__(model)
+        if steps < 1:
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote LSLR(model, steps={steps}).",
+                    "at least one step.",
+                    "each step has rates of its own.",
+                    "LSLR(model, steps=5).",
+                )
+            )
+        first = next(iter(functional(model).params.values()))
+        shape = steps, len(self.known)
+        self.rates = nn.Parameter(torch.full(shape, lr, dtype=first.dtype, device=first.device))
+
+    def change(self, at: Coordinates, memory: Memory) -> tuple[Tensor, Memory]:
+        step = at.step.clamp(max=len(self.rates) - 1)
+        known = [self.known.index(name) for name in at.names]
+        rates = self.rates[step, torch.tensor(known, device=step.device)]
+        return -rates[at.owner] * at.grad, memory

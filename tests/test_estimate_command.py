@@ -1,0 +1,159 @@
+"""`innerloop estimate`: what it writes, that it can be stopped anywhere, that it learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from innerloop.__main__ import main
+from innerloop.experiments import _rare_character as rare
+from innerloop.experiments import estimate
+
+TINY = {
+    "--seeds": "2",
+    "--characters": "3",
+    "--common": "12",
+    "--rare": "6",
+    "--steps": "2",
+    "--batch": "8",
+    "--updates": "3",
+    "--every": "2",
+    "--samples": "4",
+    "--trained": "2",
+}
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["estimate", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def untimed(path: Path) -> str:
+    """Everything a run found except how long it took."""
+
+    def without(record: dict) -> dict:
+        return {k: v for k, v in record.items() if k != "seconds"}
+
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    result = json.loads((path / "result.json").read_text())
+    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("estimate") / "whole"
+    assert main(flags(folder)) == 0
+    return folder
+
+
+def test_a_run_writes_all_it_should(whole: Path) -> None:
+    assert {p.name for p in whole.glob("*.png")} == {"metrics.png", "weights.png"}
+    assert {p.name for p in whole.glob("*.svg")} == {"metrics.svg", "weights.svg"}
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    cells = [(seed, arm) for seed in (0, 1) for arm in estimate.ARMS]
+    assert [(r["seed"], r["arm"], r["update"]) for r in records] == [
+        (*cell, update) for cell in cells for update in (0, 2, 3)
+    ]
+    # All ways begin alike, and each moves what it learns.
+    starts = [r for r in records if r["update"] == 0 and r["seed"] == 0]
+    assert len({json.dumps([r["f1"], r["cross_entropy"], r["learned"]]) for r in starts}) == 1
+    ends = [r["learned"] for r in records if r["update"] == 3]
+    assert len({json.dumps(end) for end in ends}) == len(cells)
+    assert all(min(abs(w - 1) for w in end["weights"]) > 0 for end in ends)
+
+
+def test_the_result_is_that_of_the_last_records(whole: Path) -> None:
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    found = json.loads((whole / "result.json").read_text())["arms"]
+    assert list(found) == ["start", *estimate.ARMS]
+    for arm in estimate.ARMS:
+        last = [r["f1"] for r in records if (r["arm"], r["update"]) == (arm, 3)]
+        assert found[arm]["f1"]["each"] == last
+        assert found[arm]["f1"]["mean"] == pytest.approx(sum(last) / 2)
+    first = [r["f1"] for r in records if (r["arm"], r["update"]) == ("proxy", 0)]
+    assert found["start"]["f1"]["each"] == first
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "again")) == 0
+    assert untimed(tmp_path / "again") == untimed(whole)
+    assert main(flags(tmp_path / "other", seed="5")) == 0
+    assert untimed(tmp_path / "other") != untimed(whole)
+
+
+@pytest.mark.parametrize("after", [2, 3, 5, 8])
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "stopped"
+    advance = estimate.Comparison.advance
+
+    def asking(experiment: estimate.Comparison) -> dict[str, str]:
+        if experiment.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(experiment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(estimate.Comparison, "advance", asking)
+        assert main(flags(folder)) == 130
+    assert not (folder / "result.json").exists()
+    torch.manual_seed(123)
+    assert main(["estimate", "--resume", str(folder)]) == 0
+    assert untimed(folder) == untimed(whole)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--arms", "proxy,reinfroce"], "reinforce"),
+        (["--samples", "5"], "even"),
+        (["--rare", "300"], "at most"),
+        (["--sigma", "nan"], "above 0"),
+        (["--updates", "0"], "at least 1"),
+        (["--preset", "quik"], "quick"),
+        (["--sample", "4", "--upd", "x"], "--updates"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["estimate", *wrong, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
+    said = torch.tensor([1, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
+    wanted = torch.tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
+    precision, recall = 1 / 3, 1 / 4
+    expected = 2 * precision * recall / (precision + recall)
+    assert rare.f1(said, wanted).item() == pytest.approx(expected)
+    nothing = torch.zeros(3, dtype=torch.bool)
+    assert rare.f1(nothing, nothing) == 0
+
+
+def test_the_parts_of_a_search_share_no_drawing() -> None:
+    found = rare.search(seed=0, characters=4, common=10, rare=3, noise=0.1)
+    for part in found:
+        assert part.character.bincount().tolist() == [3, 10, 10, 10]
+        assert torch.equal(part.wanted, part.character == 0)
+    rows = torch.cat([part.features for part in found])
+    assert len(rows.unique(dim=0)) == 3 * 33
+
+
+@pytest.mark.slow
+def test_what_learns_by_the_metric_beats_what_learns_by_the_proxy(tmp_path: Path) -> None:
+    assert main(["estimate", "--seeds", "2", "--out", str(tmp_path / "run")]) == 0
+    found = json.loads((tmp_path / "run" / "result.json").read_text())["arms"]
+    f1 = {arm: values["f1"]["mean"] for arm, values in found.items()}
+    assert f1["reinforce"] > f1["proxy"] + 0.1
+    assert f1["evolution"] > f1["proxy"] + 0.1

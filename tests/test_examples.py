@@ -1,0 +1,47 @@
+"""Every file in examples/ runs, in a short version, and stays short."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+from innerloop import algorithms
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(path, capsys):
+    """Those with a `main` in a short version; others are as short as they are."""
+    example = loaded(path)
+    if hasattr(example, "main"):
+        value = example.main(iterations=2)
+        assert isinstance(value, float) and math.isfinite(value)
+    assert capsys.readouterr().out.strip(), "it says what it found"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_explained(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    assert text.startswith('"""')
+    assert ("def main(" in text) == text.endswith('if __name__ == "__main__":\n    main()\n')
+
+
+METHODS = (
+    *("maml", "first_order_maml", "reptile", "anil"),
+    *("meta_sgd", "maml_plus_plus", "imaml", "cavia"),
+)
+
+
+def test_the_methods_have_an_example_each():
+    assert {*METHODS, "maml_rl"} <= {path.stem for path in EXAMPLES}
+    assert all(hasattr(algorithms, name) for name in METHODS)

@@ -1,0 +1,375 @@
+"""`innerloop hyperopt`: the gradients are right, compute is counted alike, runs can be stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import innerloop as il
+from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import _hyperopt_problem as problems
+from innerloop.experiments import hyperopt
+from innerloop.experiments._hyperopt_data import Points, split
+from innerloop.experiments._hyperopt_losses import changed
+from innerloop.experiments._hyperopt_summary import _better, _cleaned
+
+pytest.importorskip("sklearn")
+
+TINY = {
+    "--train": "20",
+    "--val": "15",
+    "--width": "6",
+    "--steps": "3",
+    "--batch": "8",
+    "--labelled": "10",
+    "--updates": "2",
+    "--seeds": "2",
+}
+WHATS = tuple(problems.RANGES)
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["hyperopt", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads((path / "result.json").read_text())
+
+
+def untimed(path: Path) -> str:
+    """Everything a run found except how long it took."""
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    found = [*map(json.loads, lines), read(path)]
+    return json.dumps([{k: v for k, v in f.items() if k not in ("seconds", "cpu")} for f in found])
+
+
+def tiny(what: str, backward: Any = None, size: int = 8, **changed: Any) -> problems.Problem:
+    """A problem on pictures of noise, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(60, 1, size, size, generator=generator, dtype=torch.float32)
+    points = Points(noise, torch.arange(60) % 10)
+    parts = split(points, None, train=20, val=20, noise=0.3, seed=0)
+    given = {"seed": 1, "width": 6, "steps": 4, "batch": 12, "lr": 0.05, "momentum": 0.9}
+    given |= {"labelled": 10, "backward": backward or il.Tape()} | changed
+    return problems.build(what, parts, **given)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    assert main(flags(folder)) == 0
+    return folder
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_run_writes_all_it_should(what: str, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "run", what=what, seeds="1")) == 0
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.glob("*.png")} == {"search.png", "found.png"}
+    assert {p.name for p in folder.glob("*.svg")} == {"search.svg", "found.svg"}
+    result = read(folder)
+    assert result["counted_cost"] == 3 and result["trainings"] == 6
+    for columns in result["rows"].values():
+        assert all(len(values) == 1 for values in columns.values())
+        assert all(0 <= a <= 1 for a in columns["test_accuracy"])
+    assert ("recovered" in result) == (what == "example-weights")
+    count = {"weight-decay": 8, "augmentation": 8, "task-weights": 8, "label-smoothing": 10}
+    assert result["hyperparameters"] == count.get(what, 20)
+    assert len(result["names"]) == count.get(what, 0)
+
+
+def test_the_best_of_all_trials_is_reported(whole: Path) -> None:
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["seed"], r["arm"]) for r in records] == [
+        (seed, arm) for seed in (0, 1) for arm in ("references", "gradient", "random", "shared")
+    ]
+    for record in records:
+        if record["arm"] == "references":
+            continue
+        assert record["trials"] == len(record["least"]) == (2 if "grad" in record["arm"] else 6)
+        assert record["least"] == sorted(record["least"], reverse=True)
+        # The training with the reported hyperparameters gives the loss by which they were chosen.
+        assert record["val_loss"] == pytest.approx(record["least"][-1], rel=1e-6)
+        if record["arm"] == "shared":
+            assert len(set(record["numbers"])) == 1
+    start = records[0]["middle"]["val_loss"]
+    assert records[1]["least"][0] == pytest.approx(start, rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "again")) == 0
+    assert untimed(tmp_path / "again") == untimed(whole)
+    assert main(flags(tmp_path / "other", seed="1", seeds="1")) == 0
+    ours, theirs = read(whole)["rows"], read(tmp_path / "other")["rows"]
+    # A seed's result does not depend on those before it.
+    assert {arm: {m: v[1:] for m, v in row.items()} for arm, row in ours.items()} == theirs
+    assert ours["random"]["val_loss"][0] != theirs["random"]["val_loss"][0]
+
+
+@pytest.mark.parametrize("after", [3, 17])
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "stopped"
+    advance = hyperopt.Search.advance
+
+    def asking(search: hyperopt.Search) -> dict[str, str]:
+        if search.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(search)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hyperopt.Search, "advance", asking)
+        assert main(flags(folder)) == 130
+    assert not (folder / "result.json").exists()
+    assert main(["hyperopt", "--resume", str(folder)]) == 0
+    assert untimed(folder) == untimed(whole)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--what", "weight-decays"], "weight-decay"),
+        (["--dataset", "digit"], "digits"),
+        (["--noise", "1"], "below 1"),
+        (["--inner-lr", "nan"], "above 0"),
+        (["--updates", "0"], "at least 1"),
+        (["--train", "1500"], "--train"),
+        (["--meta-cost", "0"], "at least 1"),
+        (["--backward", "taped"], "tape"),
+        (["--preset", "papr"], "paper"),
+        (["--what", "task-weights", "--dataset", "cifar10"], "digits"),
+        (["--what", "task-weights", "--labelled", "301"], "at most"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hyperopt", *wrong, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_diverges_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(flags(tmp_path / "run", inner_lr="1e30")) == 2
+    assert "learning rate" in capsys.readouterr().err
+
+
+def test_a_trial_that_diverges_is_only_a_bad_one() -> None:
+    search = hyperopt.Search(hyperopt.Config(train=20, val=15, width=6, steps=3, updates=1))
+    bad = tiny("weight-decay", lr=1e30)
+    assert math.isnan(bad.value(bad.start))
+    assert search._trial(bad, 0, "random", 0) == math.inf
+    assert search.cell.best is None
+    with pytest.raises(InnerLoopError, match="--inner-lr"):
+        search._record(bad, 0, "random")
+    good = tiny("weight-decay")
+    assert search._trial(good, 0, "random", 1) < math.inf
+    assert search._record(good, 0, "random")["least"][0] is None
+
+
+# --- counting -----------------------------------------------------------------------------------
+
+
+def test_the_cost_of_an_update() -> None:
+    cost = {b: hyperopt.Config(backward=b, steps=100).cost for b in hyperopt.BACKWARD}
+    # With 8 slots, 45 steps are reached by two repetitions and 165 by three.
+    assert cost == {"tape": 3, "remat": 4, "binomial": 6}
+    assert hyperopt.Config(backward="binomial", steps=45).cost == 5
+    assert hyperopt.Config(meta_cost=7).cost == 7
+
+
+def test_an_update_takes_no_more_passes_than_counted() -> None:
+    """Forward passes of the net: those of the steps, and those taken again."""
+    for strategy, again in ((il.Tape(), 0), (il.Remat(), 1), (il.Binomial(8), 2)):
+        problem = tiny("weight-decay", strategy, steps=20)
+        calls = []
+        problem.inner.model.register_forward_hook(lambda *_, c=calls: c.append(1))
+        problem.value(problem.start)
+        assert len(calls) == 20 + 1  # and the validation
+        calls.clear()
+        problem.inner(problem.batches, problem.split.val).backward()
+        assert 20 * max(again, 1) < len(calls) <= 20 * (1 + again) + 1
+
+
+# --- the problems -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_the_gradient_is_that_of_the_validation_loss(what: str) -> None:
+    """Against a finite difference along a random direction, in float64."""
+    problem = in_double(tiny(what, il.Remat()))
+    problem.inner(problem.batches, problem.split.val).backward()
+    assert problem.raw.grad is not None
+    direction = torch.randn_like(problem.raw)
+    slope = (problem.raw.grad * direction).sum().item()
+    start, small = problem.raw.detach().clone(), 1e-5
+    ends = [problem.value(start + sign * small * direction) for sign in (1, -1)]
+    assert slope == pytest.approx((ends[0] - ends[1]) / (2 * small), rel=1e-4)
+    assert abs(slope) > 1e-9
+
+
+def in_double(problem: problems.Problem) -> problems.Problem:
+    inner = problem.inner.double()
+    raw = next(inner.parameters())
+
+    def double(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.double() if floating else value
+
+    batches = [type(b)(*map(double, b)) for b in problem.batches]
+    parts = problem.split
+    val = Points(*map(double, parts.val))
+    return problem._replace(inner=inner, raw=raw, batches=batches, split=parts._replace(val=val))
+
+
+def test_weight_decays_are_those_of_sgd() -> None:
+    """A training with learned decays is the training with torch's own optimizer."""
+    problem = tiny("weight-decay")
+    raw = torch.linspace(math.log(1e-3), 0, 8, dtype=torch.float32)
+    found = problem.value(raw)
+    model = problems.net(torch.Size([1, 8, 8]), 6, 10, seed=1)
+    groups = [
+        {"params": [p], "weight_decay": decay.item()}
+        for p, decay in zip(model.parameters(), raw.exp(), strict=True)
+    ]
+    sgd = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    for batch in problem.batches:
+        sgd.zero_grad()
+        cross_entropy(model(batch.x), batch.y).backward()
+        sgd.step()
+    expected = cross_entropy(model(problem.split.val.x), problem.split.val.y).item()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_equal_weights_are_no_weights() -> None:
+    problem = tiny("example-weights")
+    values = [problem.value(torch.full_like(problem.raw, math.log(w))) for w in (1.0, 1e-3)]
+    plain = tiny("weight-decay")
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0] == pytest.approx(plain.value(torch.full_like(plain.raw, -100.0)), rel=1e-5)
+
+
+def test_weight_zero_is_a_point_less() -> None:
+    problem = tiny("example-weights", batch=20)
+    problem.set(torch.tensor([0.0] * 10 + [-100.0] * 10))
+    batch = problem.batches[0]
+    chosen = batch.which < 10
+    model = problem.inner.model
+    expected = cross_entropy(model(batch.x[chosen]), batch.y[chosen])
+    torch.testing.assert_close(problem.inner.loss(model, batch), expected)
+
+
+def test_smoothing_is_that_of_torch() -> None:
+    problem = tiny("label-smoothing")
+    problem.set(torch.full_like(problem.raw, math.log(0.2)))
+    batch, model = problem.batches[0], problem.inner.model
+    expected = cross_entropy(model(batch.x), batch.y, label_smoothing=0.2)
+    torch.testing.assert_close(problem.inner.loss(model, batch), expected)
+
+
+def test_a_change_by_nothing_changes_nothing_and_a_shift_shifts() -> None:
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(changed(x, torch.zeros(2, 8)), x)
+    amounts = torch.zeros(2, 8)
+    amounts[:, 0] = 2 / 8  # a pixel: the picture is two units wide
+    torch.testing.assert_close(changed(x, amounts)[..., :-1], x[..., 1:])
+    amounts = torch.zeros(2, 8)
+    amounts[:, 2] = math.pi / 2
+    turned = changed(x, amounts)
+    assert any(torch.allclose(turned, torch.rot90(x, k, (2, 3)), atol=1e-6) for k in (1, 3))
+
+
+def test_only_some_points_have_a_class() -> None:
+    """The class of a point without one has no influence, its auxiliary labels have."""
+    problem = tiny("task-weights", batch=20)
+    batch, model, loss = problem.batches[0], problem.inner.model, problem.inner.loss
+    before = loss(model, batch)
+    hidden = batch.which >= 10
+    other = torch.where(hidden, (batch.y + 1) % 10, batch.y)
+    torch.testing.assert_close(loss(model, batch._replace(y=other)), before)
+    shown = torch.where(hidden, batch.y, (batch.y + 1) % 10)
+    assert loss(model, batch._replace(y=shown)) != before
+    loss.labels[batch.which[hidden]] = 1 - loss.labels[batch.which[hidden]]
+    assert loss(model, batch) != before
+
+
+def test_parts_have_no_point_in_common_and_noise_changes_labels_only() -> None:
+    points = Points(torch.arange(50.0).view(50, 1, 1, 1), torch.arange(50) % 10)
+    noisy, clean = (split(points, None, train=20, val=15, noise=n, seed=3) for n in (0.4, 0.0))
+    parts = [part.x.flatten() for part in (noisy.train, noisy.val, noisy.test)]
+    assert torch.cat(parts).unique().numel() == 50
+    for a, b in zip(parts, (clean.train, clean.val, clean.test), strict=True):
+        assert torch.equal(a, b.x.flatten())
+    assert (noisy.train.y != noisy.clean).sum() == 8
+    assert torch.equal(noisy.clean, clean.train.y) and torch.equal(noisy.val.y, clean.val.y)
+    own = Points(points.x[:12], points.y[:12])
+    assert len(split(points, own, train=30, val=20, noise=0, seed=0).test.y) == 12
+    with pytest.raises(InnerLoopError, match="--train"):
+        split(points, None, train=30, val=15, noise=0, seed=0)
+
+
+def test_every_point_comes_once_before_any_comes_again() -> None:
+    points = Points(torch.zeros(10, 1, 2, 2), torch.arange(10))
+    batches = problems.training(points, 5, 4, torch.Generator().manual_seed(0))
+    order = torch.cat([b.which for b in batches])
+    assert len(order) == 20
+    assert all(half.unique().numel() == 10 for half in order.split(10))
+    assert all(torch.equal(points.y[b.which], b.y) for b in batches)
+
+
+def test_draws_are_log_uniform_in_the_range() -> None:
+    problem = tiny("weight-decay")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([problem.draw(generator) for _ in range(500)])
+    low, high = math.log(1e-5), 0.0
+    assert low <= drawn.min() < low + 0.1 and high - 0.1 < drawn.max() <= high
+    assert drawn.mean().item() == pytest.approx((low + high) / 2, abs=0.2)
+    assert problem.draw(generator, shared=True).unique().numel() == 1
+
+
+def test_convolutions_for_larger_pictures() -> None:
+    problem = tiny("augmentation", size=16)
+    assert any(isinstance(m, torch.nn.Conv2d) for m in problem.inner.model.modules())
+    assert math.isfinite(problem.value(problem.start))
+
+
+# --- the summary --------------------------------------------------------------------------------
+
+
+def test_ties_are_no_wins() -> None:
+    assert _better([1.0, 2.0, 3.0], [1.0, 3.0, 2.0], "val_loss") == 1
+    assert _better([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], "test_accuracy") == 1
+
+
+def test_recovered_is_a_share_of_what_was_lost() -> None:
+    accuracy = {"noisy labels": [0.6, 0.9], "clean labels": [0.8, 0.9], "gradient": [0.7, 0.95]}
+    rows = {name: {"test_accuracy": values} for name, values in accuracy.items()}
+    arm = [{"numbers": [1.0, 0.5, 0.1]}] * 2
+    plain = [{"wrong": [False, False, True]}] * 2
+    found = _cleaned({"gradient": arm, "references": plain}, rows)
+    assert found["recovered"] == [pytest.approx(0.5), None]
+    assert found["recovered_of_mean"] == pytest.approx(0.75)
+    assert found["mean_weights"] == {"right": [0.75, 0.75], "wrong": [0.1, 0.1]}
+
+
+@pytest.mark.slow
+def test_learned_weights_recover_half_of_what_wrong_labels_cost(tmp_path: Path) -> None:
+    arguments = ["--what", "example-weights", "--seeds", "2", "--out", str(tmp_path / "run")]
+    assert main(["hyperopt", *arguments]) == 0
+    result = read(tmp_path / "run")
+    assert result["recovered_of_mean"] >= 0.5
+    assert result["better"]["random"]["val_loss"] == 2

@@ -1,0 +1,349 @@
+"""Learned losses: their meta-gradients, their use as ordinary losses, and the experiment."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import runpy
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import innerloop as il
+from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import learned_loss
+from innerloop.experiments._learned_loss_problems import PROBLEMS
+from innerloop.learned import LearnedLoss
+
+TASKS, POINTS = 3, 6
+
+
+def problem(kind: str, extras: int = 0):
+    """A model, a learned loss, the batch of all tasks, and what the loss is judged by."""
+    outputs = 1 if kind == "values" else 4
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
+    x = torch.randn(TASKS, POINTS, 2)
+    numbers = torch.randn(TASKS, POINTS, 1)
+    y = numbers if kind == "values" else torch.randint(4, (TASKS, POINTS))
+    more = [torch.randn(TASKS, POINTS, 1), 0.5][:extras]
+    task_loss = mse_loss if kind == "values" else cross_entropy
+    loss = LearnedLoss(kind, extras=extras, hidden=(6, 6))
+    return model, loss, (x, y, *more), lambda model, b: task_loss(model(b[0]), b[1])
+
+
+def loop(kind, extras=0, backward=None):
+    model, loss, batch, judge = problem(kind, extras)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    return il.InnerLoop(model, optimizer, loss, learn=(), val_loss=judge, backward=backward), batch
+
+
+def one(batch):
+    return tuple(b[0] if isinstance(b, torch.Tensor) else b for b in batch)
+
+
+def meta_gradient(inner, *args, **how):
+    inner.zero_grad()
+    value = inner(*args, **how).sum()
+    value.backward()
+    return value.detach(), [p.grad.clone() for p in inner.parameters()]
+
+
+KINDS = pytest.mark.parametrize(("kind", "extras"), [("values", 0), ("values", 2), ("classes", 1)])
+
+
+@KINDS
+def test_the_tape_equals_finite_differences(kind, extras):
+    inner, batch = loop(kind, extras)
+    train = [one(batch)] * 3
+    _, grads = meta_gradient(inner, train, one(batch))
+    directions = [torch.randn_like(g) for g in grads]
+    told = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
+    values = []
+    for sign in (1, -1):
+        moved = copy.deepcopy(inner)
+        with torch.no_grad():
+            for p, d in zip(moved.parameters(), directions, strict=True):
+                p += sign * 1e-5 * d
+            values.append(moved(train, one(batch)))
+    difference = (values[0] - values[1]) / 2e-5
+    assert abs(told) > 1e-4
+    assert torch.allclose(told, difference, rtol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("backward", [il.Remat(), il.Remat(2), il.Binomial(2)], ids=str)
+def test_strategies_agree_with_the_tape(kind, extras, backward):
+    inner, batch = loop(kind, extras)
+    train = [one(batch)] * 5
+    expected = meta_gradient(inner, train, one(batch))
+    inner.backward = backward
+    found = meta_gradient(inner, train, one(batch))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@KINDS
+def test_tasks_agree_by_loop_and_batched(kind, extras):
+    inner, batch = loop(kind, extras)
+    by_loop = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.loop())
+    batched = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.vmap())
+    torch.testing.assert_close(batched, by_loop, rtol=1e-10, atol=1e-12)
+    alone = inner([one(batch)] * 3, one(batch))
+    first = inner([batch] * 3, batch, tasks=True)[0]
+    torch.testing.assert_close(first, alone, rtol=1e-10, atol=0)
+
+
+def test_all_of_its_weights_are_learned_and_nothing_else():
+    inner, batch = loop("values")
+    _, grads = meta_gradient(inner, [one(batch)] * 2, one(batch))
+    assert {id(p) for p in inner.parameters()} == {id(p) for p in inner.loss.parameters()}
+    # The last bias shifts the loss, and by the softplus its slope too.
+    assert all(g.any() for g in grads)
+
+
+@KINDS
+def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras):
+    """``criterion(model(x), y)`` in anyone's loop ends where the inner loop ends."""
+    inner, batch = loop(kind, extras)
+    x, y, *more = one(batch)
+    adapted = inner.adapt([one(batch)] * 4)
+    model, criterion = copy.deepcopy(inner.model), inner.loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        criterion(model(x), y, *more).backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), adapted.params[name].detach(), rtol=1e-10, atol=0)
+
+
+def test_state_dict_round_trip(tmp_path):
+    loss, other = LearnedLoss("classes", extras=1), LearnedLoss("classes", extras=1)
+    logits, y = torch.randn(7, 3), torch.randint(3, (7,))
+    assert loss(logits, y, 0.5) != other(logits, y, 0.5)
+    torch.save(loss.state_dict(), tmp_path / "loss.pt")
+    other.load_state_dict(torch.load(tmp_path / "loss.pt", weights_only=True))
+    assert loss(logits, y, 0.5) == other(logits, y, 0.5)
+
+
+def test_class_numbers_are_vectors_of_probabilities():
+    loss = LearnedLoss("classes")
+    logits, y = torch.randn(2, 5, 3), torch.randint(3, (2, 5))
+    vectors = torch.eye(3)[y]
+    assert loss(logits, y) == loss(logits, vectors)
+    assert loss(logits, y) != loss(logits, vectors.flip(-1))
+
+
+def test_classes_have_no_order_and_logits_no_origin():
+    loss = LearnedLoss("classes")
+    logits, y = torch.randn(5, 3), torch.randint(3, (5,))
+    order = torch.tensor([2, 0, 1])
+    moved = loss(logits[:, order], order.argsort()[y])
+    torch.testing.assert_close(loss(logits, y), moved)
+    torch.testing.assert_close(loss(logits + 7, y), loss(logits, y))
+    at_most_all = loss.each(logits, y)
+    torch.testing.assert_close(loss(logits, y), at_most_all.sum(-1).mean())
+
+
+def test_it_is_a_mean_of_positive_numbers():
+    loss = LearnedLoss(extras=1)
+    p, y, e = torch.randn(3, 40, 2)
+    each = loss.each(p, y, e)
+    assert each.shape == p.shape and (each > 0).all()
+    torch.testing.assert_close(loss(p, y, e), each.mean())
+    torch.testing.assert_close(loss.each(p, y, e)[3, 1], loss.each(p[3, 1], y[3, 1], e[3, 1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "said"),
+    [
+        (lambda: LearnedLoss("class"), (), "classes"),
+        (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),
+        (LearnedLoss, (torch.zeros(4), torch.zeros(1)), "same shape"),
+        (LearnedLoss, (torch.zeros(4), torch.zeros(4), 1.0), "0, as it was made"),
+        (lambda: LearnedLoss(extras=1), (torch.zeros(4), torch.zeros(4)), "1, as it was made"),
+        (
+            lambda: LearnedLoss(extras=1),
+            (torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4)),
+            "unsqueeze",
+        ),
+        (lambda: LearnedLoss("classes"), (torch.zeros(4, 3), torch.zeros(3)), "same shape"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make, call, said):
+    with pytest.raises(InnerLoopError, match=said):
+        make()(*call)
+
+
+@pytest.mark.parametrize("wrong", [4, -1, -100])
+def test_a_label_that_is_no_class_is_an_error(wrong):
+    logits, y = torch.zeros(TASKS, POINTS, 4), torch.zeros(TASKS, POINTS, dtype=torch.long)
+    y[0, 0] = wrong
+    loss = LearnedLoss("classes")
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        loss(logits, y)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        torch.vmap(loss)(logits, y)
+
+
+# The experiment. ---------------------------------------------------------------------------------
+
+TINY = {
+    "--seeds": "2",
+    "--iterations": "3",
+    "--tasks": "2",
+    "--steps": "2",
+    "--horizon": "4",
+    "--held-out": "2",
+    "--problem": "sines",
+}
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["learned-loss", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def untimed(path: Path) -> str:
+    """Everything a run found except how long it took."""
+
+    def without(record: dict) -> dict:
+        return {k: v for k, v in record.items() if k != "seconds"}
+
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    result = json.loads((path / "result.json").read_text())
+    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+
+
+@pytest.fixture(scope="module")
+def few_rates() -> Iterator[None]:
+    """As fast as can be; a rate that diverges is among them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, problem in PROBLEMS.items():
+            fewer = dataclasses.replace(problem, rates=(problem.rates[0], 1e9))
+            patch.setitem(PROBLEMS, name, fewer)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, few_rates: None) -> Path:
+    """Made before any test sets the default dtype, so in float32."""
+    folder = tmp_path_factory.mktemp("learned-loss") / "whole"
+    assert main(flags(folder)) == 0
+    return folder
+
+
+def test_a_run_writes_all_it_should(whole: Path) -> None:
+    pictures = {"curves.png", "shape-sines.png"}
+    assert {p.name for p in whole.glob("*.png")} == pictures
+    assert {p.name for p in whole.glob("*.svg")} == {p[:-3] + "svg" for p in pictures}
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["problem"], r["seed"]) for r in records] == [("sines", 0), ("sines", 1)]
+    for record in records:
+        assert len(record["learned"]) == len(record["task"]) == 5
+        # Both losses begin with the same nets on the same tasks.
+        assert record["learned"][0] == record["task"][0]
+        assert record["learned"][1] != record["task"][1]
+    result = json.loads((whole / "result.json").read_text())["sines"]
+    assert result["errors"]["task_long"] == [r["task"][4] for r in records]
+    assert result["steps_needed"] == [r["steps_needed"] for r in records]
+
+
+def test_the_learned_loss_can_be_loaded(whole: Path) -> None:
+    criterion = LearnedLoss(extras=3).float()  # two steps, and x
+    criterion.load_state_dict(torch.load(whole / "loss-sines-1.pt", weights_only=True))
+    p = torch.randn(5, 1, dtype=torch.float32, requires_grad=True)
+    criterion(p, torch.zeros_like(p), 1.0, 0.0, p.detach()).backward()
+    assert p.grad is not None and p.grad.any()
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    """Whatever the default dtype is: here it is another than when the first run was made."""
+    assert main(flags(tmp_path / "again")) == 0
+    assert untimed(tmp_path / "again") == untimed(whole)
+    assert main(flags(tmp_path / "other", seed="2")) == 0
+    assert untimed(tmp_path / "other") != untimed(whole)
+
+
+@pytest.mark.parametrize("after", [2, 5, 7])
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped among the updates, among the rates, and in the second cell."""
+    advance = learned_loss.LearningLosses.advance
+
+    def asking(experiment: learned_loss.LearningLosses) -> dict[str, str]:
+        if experiment.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(experiment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learned_loss.LearningLosses, "advance", asking)
+        assert main(flags(tmp_path / "stopped")) == 130
+    assert main(["learned-loss", "--resume", str(tmp_path / "stopped")]) == 0
+    assert untimed(tmp_path / "stopped") == untimed(whole)
+
+
+def test_digits_and_a_rate_that_diverges(tmp_path: Path, few_rates: None) -> None:
+    pytest.importorskip("sklearn")
+    assert main(flags(tmp_path / "run", problem="both", seeds="1")) == 0
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [r["problem"] for r in records] == ["sines", "digits"]
+    assert records[0]["tuned"]["1000000000.0"] == [None, None]
+    assert all(r["rate"] == PROBLEMS[r["problem"]].rates[0] for r in records)
+    assert all(0 <= error <= 1 for error in records[1]["learned"])
+    assert (tmp_path / "run" / "shape-digits.png").exists()
+
+
+def test_held_out_digits_are_in_no_training_task() -> None:
+    pytest.importorskip("sklearn")
+    generator = torch.Generator().manual_seed(0)
+    seen, unseen = (PROBLEMS["digits"].draw(generator, 20, held_out) for held_out in (False, True))
+    images = [
+        {tuple(row) for part in tasks for row in part[0].flatten(0, 1).tolist()}
+        for tasks in (seen, unseen)
+    ]
+    assert all(images) and not images[0] & images[1]
+    (x, _), (judged, _) = seen
+    for shown, other in zip(x.tolist(), judged.tolist(), strict=True):
+        assert not {*map(tuple, shown)} & {*map(tuple, other)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--problem", "sine"], "sines"),
+        (["--steps", "200"], "horizon"),
+        (["--seeds", "0"], "at least 1"),
+        (["--inner-lr", "nan"], "above 0"),
+        (["--momentum", "1"], "below 1"),
+        (["--preset", "papr"], "paper"),
+        (["--meta-lrr", "1"], "--meta-lr"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["learned-loss", *wrong, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "examples" / "learned_loss.py"
+    found = runpy.run_path(str(path))["main"](iterations=2, nets=2)
+    assert all(0 < error < 100 for error in found)
+    assert "learned loss" in capsys.readouterr().out

@@ -1,0 +1,224 @@
+"""`innerloop learned-optimizer`: what it writes, that it resumes, that the comparison is fair."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from innerloop.__main__ import main
+from innerloop.experiments import _tuned, learned_optimizer
+from innerloop.experiments._meta_trained import MetaTraining
+from innerloop.experiments._optimizees import FAMILIES, Digits, Quadratics
+from innerloop.experiments._tuned import best_rates, curves, measured
+
+TINY = {
+    "--problem": "quadratics",
+    "--seeds": "2",
+    "--episodes": "2",
+    "--horizon": "4",
+    "--window": "2",
+    "--longer": "6",
+    "--tasks": "3",
+    "--held-out": "4",
+}
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    words = [word for pair in own.items() for word in pair]
+    return ["learned-optimizer", *words, "--out", str(out)]
+
+
+def found(folder: Path) -> dict:
+    result = json.loads((folder / "result.json").read_text())
+    del result["seconds"]
+    return result
+
+
+@pytest.fixture(autouse=True)
+def few_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tuned, "RATES", (0.001, 0.01, 0.1))
+
+
+@pytest.fixture
+def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """An undisturbed run, the same one for all tests that ask for it with the same settings."""
+    how = getattr(request, "param", {})
+    folder = RUNS.get(str(how))
+    if folder is None:
+        folder = RUNS[str(how)] = tmp_path_factory.mktemp("runs") / "whole"
+        assert main(flags(folder, **how)) == 0
+    return folder
+
+
+RUNS: dict[str, Path] = {}
+PES = {"by": "pes", "samples": "2", "seeds": "1"}
+
+
+def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learned-optimizer", "--resume", str(whole)]) == 0  # says the result once more
+    for name in ("config.json", "metrics.jsonl", "quadratics.png", "quadratics.svg"):
+        assert (whole / name).stat().st_size > 0
+    result = found(whole)
+    by = result["summary"]["quadratics"]
+    assert set(by) == {"lstm", "sgd", "adam", "rmsprop"}
+    assert set(by["lstm"]) == {"4", "6"} and set(by["lstm"]["4"]) == {"mean", "final"}
+    values = [cell["losses"]["lstm"]["6"]["final"] for cell in result["cells"]]
+    assert by["lstm"]["6"]["final"]["mean"] == pytest.approx(sum(values) / 2)
+    shown = capsys.readouterr().out
+    assert "learned LSTM" in shown and "of 2 seeds" in shown
+    assert f"{by['adam']['4']['mean']['mean']:.4g}" in shown
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "again")) == 0
+    assert found(tmp_path / "again") == found(whole)
+    assert main(flags(tmp_path / "other", seed="7")) == 0
+    assert found(tmp_path / "other")["cells"] != found(whole)["cells"]
+
+
+@pytest.mark.parametrize(
+    "whole, after", [({}, 1), ({}, 2), ({}, 4), ({}, 6), (PES, 2)], indirect=["whole"]
+)
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tuning, in the middle of a meta-training, between two, before the last unit."""
+    how = PES if json.loads((whole / "config.json").read_text())["by"] == "pes" else {}
+    folder = tmp_path / "stopped"
+    advance = learned_optimizer.Comparison.advance
+
+    def asking(run: learned_optimizer.Comparison) -> dict[str, str]:
+        if run.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learned_optimizer.Comparison, "advance", asking)
+        assert main(flags(folder, **how)) == 130
+    assert not (folder / "result.json").exists()
+    assert main(["learned-optimizer", "--resume", str(folder)]) == 0
+    assert found(folder) == found(whole)
+
+
+@pytest.mark.parametrize("optimizer", ["mlp", "meta-sgd", "lslr"])
+def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
+    assert main(flags(tmp_path / "run", optimizer=optimizer, seeds="1")) == 0
+    assert optimizer in found(tmp_path / "run")["summary"]["quadratics"]
+
+
+def test_by_binomial(tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "run", by="binomial", seeds="1", slots="2")) == 0
+
+
+def test_digits(tmp_path: Path) -> None:
+    few = {"problem": "both", "seeds": "1", "digits_episodes": "1", "digits_held_out": "4"}
+    assert main(flags(tmp_path / "run", **few)) == 0
+    result = found(tmp_path / "run")
+    assert set(result["summary"]) == {"quadratics", "digits"}
+    assert (tmp_path / "run" / "digits.png").stat().st_size > 0
+
+
+# What is compared. ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", _tuned.KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_rates_at_once_are_torchs_optimizer_one_by_one(name: str, kind: str) -> None:
+    family = FAMILIES[name]()
+    generator = torch.Generator().manual_seed(0)
+    family.begin(generator)
+    batches = family.draw(generator, 2, 5, unseen=False)
+    rates = (0.01, 0.1)
+    together = curves(kind, rates, family, batches, 2)
+    assert together.shape == (2, 2, 5)
+    for r, rate in enumerate(rates):
+        for task in range(2):
+            model = copy.deepcopy(family.model)
+            optimizer = _tuned.KINDS[kind](model.parameters(), lr=rate)
+            for step, batch in enumerate(batches):
+                optimizer.zero_grad()
+                loss = family.loss(model, [part[task] for part in batch])
+                assert together[r, task, step].item() == pytest.approx(loss.item(), rel=1e-4)
+                loss.backward()
+                optimizer.step()
+
+
+def test_the_best_rate_by_each_metric() -> None:
+    # [rates, tasks, steps]: good early, good late, and one that went astray on the way
+    found = torch.tensor([[[3.0, 1.0, 2.0]], [[3.0, 2.0, 1.0]], [[0.0, float("nan"), 0.0]]])
+    assert best_rates(found, [2]) == {"2": {"mean": 0.001, "final": 0.01}}
+    assert measured(found[0, 0], 2, "mean") == 2.0 and measured(found[0, 0], 2, "final") == 2.0
+
+
+def test_comparisons_are_made_on_problems_that_nobody_has_seen() -> None:
+    """Of digits other images, of quadratics other draws; the same ones for every optimizer."""
+    digits = Digits()
+    seen, unseen = (half[0] for half in digits.halves)
+    assert len(seen) + len(unseen) == 1797
+    # Pictures that occur twice in the dataset aside, no picture is in both halves.
+    own = {tuple(row) for row in seen.tolist()}
+    assert sum(tuple(row) in own for row in unseen.tolist()) <= 2
+    config = learned_optimizer.Config(
+        problem="quadratics", held_out=3, horizon=4, window=2, longer=6
+    )
+    run = learned_optimizer.Comparison(config)
+    family = Quadratics()
+    draws = [
+        next(iter(run._problems(family, config, seed, unseen)))[0][1]
+        for seed, unseen in ((2_000_003, True), (2_000_003, True), (1_000_003, False))
+    ]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_an_episode_goes_on_from_window_to_window() -> None:
+    """With a meta rate of almost nothing, its loss is that of one uncut run."""
+    config = learned_optimizer.Config(
+        problem="quadratics", horizon=6, window=2, longer=6, tasks=3, meta_lr=1e-30
+    )
+    training = MetaTraining(Quadratics(), config, 2, seed=0)
+    batches = Quadratics().draw(torch.Generator().manual_seed(0), 3, 6, unseen=False)
+    expected = training.curves(batches).mean().item()
+    assert training.episode(0) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_lstm_is_below_tuned_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert main(["learned-optimizer", "--problem", "quadratics", "--out", str(tmp_path / "o")]) == 0
+    by = found(tmp_path / "o")["summary"]["quadratics"]
+    assert by["lstm"]["100"]["mean"]["mean"] < by["adam"]["100"]["mean"]["mean"]
+
+
+# Refusals. ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("problem", "quadratic"),
+        ("optimizer", "lst"),
+        ("by", "tape"),
+        ("seeds", "0"),
+        ("seed", "-1"),
+        ("episodes", "0"),
+        ("window", "3"),
+        ("longer", "3"),
+        ("samples", "3"),
+        ("sigma", "0"),
+        ("meta_lr", "nan"),
+        ("clip", "-1"),
+    ],
+)
+def test_wrong_settings_are_refused_before_any_work(
+    tmp_path: Path, name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "out", **{name: value})) == 2
+    assert "--" + name.replace("_", "-") in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,213 @@
+"""`innerloop maml-rl`: what it writes, that it can be stopped anywhere, that worlds are fair."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import innerloop as il
+from innerloop.__main__ import main
+from innerloop.experiments import maml_rl
+from innerloop.experiments._worlds import WORLDS, CartPole, Navigation
+from innerloop.policies import Categorical, Gaussian
+
+TINY = {
+    "--seeds": "2",
+    "--iterations": "2",
+    "--tasks": "2",
+    "--episodes": "4",
+    "--horizon": "6",
+    "--hidden": "4",
+    "--test-tasks": "3",
+    "--test-episodes": "3",
+}
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["maml-rl", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def untimed(folder: Path) -> str:
+    """Everything a run found except how long it took."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [*lines, json.loads((folder / "result.json").read_text())]
+    return json.dumps([{k: v for k, v in one.items() if k != "seconds"} for one in found])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_writes_all_it_should(world, tmp_path, capsys):
+    if world == "cartpole":
+        pytest.importorskip("gymnasium")
+    assert main(flags(tmp_path / "run", world=world)) == 0
+    for name in ("returns", "training", "episodes"):
+        for ending in ("png", "svg"):
+            assert (tmp_path / "run" / f"{name}.{ending}").stat().st_size > 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert [one["seed"] for one in result["seeds"]] == [0, 1]
+    returns = torch.tensor([one["returns"] for one in result["seeds"]])
+    assert returns.shape == (2, 4) and returns.isfinite().all()
+    torch.testing.assert_close(torch.tensor(result["mean"]), returns.mean(0))
+    improved = bool((returns[:, 1] > returns[:, 0]).all())
+    assert result["improved_in_every_seed"] == improved
+    said = capsys.readouterr().out
+    assert ("NOT in every seed" in said) == (not improved)
+    assert f"{returns[1, 3]:.2f} ±" in said
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    """In the middle of a seed, and between two."""
+    assert main(flags(tmp_path / "whole")) == 0
+    plain = maml_rl.Training.advance
+    for done in (1, 2):
+        monkeypatch.setattr(maml_rl.Training, "advance", stopping_after(done, plain))
+        folder = tmp_path / f"parts-{done}"
+        assert main(flags(folder)) == 130
+        monkeypatch.setattr(maml_rl.Training, "advance", plain)
+        assert main(["maml-rl", "--resume", str(folder)]) == 0
+        assert untimed(folder) == untimed(tmp_path / "whole")
+
+
+def stopping_after(done, advance):
+    def stopping(training):
+        shown = advance(training)
+        if training.done + 1 == done:
+            os.kill(os.getpid(), signal.SIGINT)
+        return shown
+
+    return stopping
+
+
+def test_the_first_seed_can_be_chosen(tmp_path):
+    """A run of the second seed alone finds what a run of both found for it."""
+    assert main(flags(tmp_path / "both")) == 0
+    assert main(flags(tmp_path / "second", seed="1", seeds="1")) == 0
+    results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("both", "second")]
+    assert results[0]["seeds"][1] == results[1]["seeds"][0]
+    assert results[0]["seeds"][0]["returns"] != results[0]["seeds"][1]["returns"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("world", "moon"),
+        ("seeds", "0"),
+        ("episodes", "1"),
+        ("inner_lr", "nan"),
+        ("discount", "1.5"),
+        ("decay", "-0.5"),
+        ("test_tasks", "1"),
+    ],
+)
+def test_wrong_settings_are_refused_before_any_work(name, value, tmp_path, capsys):
+    assert main(flags(tmp_path / "run", **{name: value})) == 2
+    assert f"--{name.replace('_', '-')} {value} cannot be" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flag_stands_above_the_preset():
+    config = maml_rl.configured({"world": "cartpole", "seeds": 7}, "quick")
+    assert config.seeds == 7 and config.horizon == 100
+
+
+# The worlds. ---------------------------------------------------------------------------------
+
+
+def drawn(world, policy, tasks=2, episodes=5):
+    made = torch.Generator().manual_seed(0)
+    return world.batch(policy, world.tasks(tasks, made), episodes, made)
+
+
+def one(batch, task):
+    return tuple(part[task] for part in batch)
+
+
+def test_a_walk_is_made_of_its_actions():
+    policy = Gaussian(2, 2, [4]).float()
+    goal, noise = one(drawn(Navigation(7), policy), 0)
+    found = Navigation(7).sample(policy, (goal, noise))
+    assert not found.observations[:, 0].any()
+    moved = found.observations[:, 1:] - found.observations[:, :-1]
+    torch.testing.assert_close(moved, 0.1 * found.actions[:, :-1].clamp(-1, 1))
+    distance = (found.observations[:, 1:] - goal).norm(dim=-1)
+    torch.testing.assert_close(found.rewards[:, :-1], -distance)
+    assert not found.rewards.requires_grad
+
+
+def test_goals_are_in_the_square_and_both_kinds_of_motors_are_there():
+    pytest.importorskip("gymnasium")
+    made = torch.Generator().manual_seed(0)
+    goals = Navigation(5).tasks(500, made)
+    assert goals.abs().max() <= 0.5 and goals.abs().max() > 0.45
+    force, length, gravity = CartPole(5).tasks(500, made).unbind(1)
+    assert (force > 0).sum() == 250 and 5 <= force.abs().min() < force.abs().max() <= 15
+    assert 0.25 <= length.min() < length.max() <= 1 and 5 <= gravity.min() < gravity.max() <= 15
+
+
+def test_an_episode_is_over_when_the_pole_falls():
+    pytest.importorskip("gymnasium")
+    world, policy = CartPole(80), Categorical(4, 2, [4]).float()
+    physics, seed, noise = one(drawn(world, policy, episodes=8), 0)
+    found = world.sample(policy, (physics, seed, noise))
+    assert found.alive is not None
+    ends = found.alive.sum(1)
+    assert ends.min() < found.alive.shape[1]
+    torch.testing.assert_close(found.rewards.sum(1), ends.to(found.rewards.dtype))
+    for alive, end in zip(found.alive, ends, strict=True):
+        assert alive[:end].all() and not alive[end:].any()
+    again = world.sample(policy, (physics, seed, noise))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_a_reversed_motor_is_a_mirror():
+    """With the force negated, the other actions do the same."""
+    pytest.importorskip("gymnasium")
+    world, policy = CartPole(10), Categorical(4, 2, [4]).float()
+    physics, seed, noise = one(drawn(world, policy), 0)
+
+    class Opposite:
+        def act(self, observations, noise):
+            return 1 - policy.act(observations, noise)
+
+    straight = world.sample(policy, (physics, seed, noise))
+    mirrored = world.sample(Opposite(), (physics * torch.tensor([-1, 1, 1]), seed, noise))
+    torch.testing.assert_close(straight.observations, mirrored.observations)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_strategies_that_compute_again_find_the_same_gradient(world):
+    if world == "cartpole":
+        pytest.importorskip("gymnasium")
+    config = maml_rl.Config(world=world, tasks=2, episodes=6, horizon=12, steps=2, hidden=4)
+    found = []
+    for backward in (il.Tape(), il.Remat(), il.Binomial(1)):
+        learner = maml_rl.Learner(config, seed=0)
+        learner.inner.double()
+        learner.inner.backward = backward
+        made = torch.Generator().manual_seed(0)
+        tasks = learner.world.tasks(2, made)
+        *train, val = learner.batches(tasks, 3, made)
+        learner.inner(_doubled(train), _doubled([val])[0], tasks=True).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in learner.inner.parameters()]))
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def _doubled(batches):
+    return [tuple(t.double() if t.is_floating_point() else t for t in b) for b in batches]
+
+
+@pytest.mark.slow
+def test_adaptation_earns_more_on_held_out_goals(tmp_path):
+    small = {"seeds": "1", "iterations": "40", "tasks": "20", "episodes": "20", "horizon": "20"}
+    words = [f"--{name}={value}" for name, value in small.items()]
+    assert main(["maml-rl", *words, "--out", str(tmp_path / "run")]) == 0
+    (one,) = json.loads((tmp_path / "run" / "result.json").read_text())["seeds"]
+    assert one["returns"][1] > one["returns"][0] + 2
+    assert one["better"] > 0.8

@@ -1,0 +1,337 @@
+"""`innerloop meta-lr`: what it writes, that meta-updates touch nothing, that it can be stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from innerloop.__main__ import main
+from innerloop.experiments import _pictures, meta_lr
+from innerloop.experiments._coloured_shapes import coloured_shapes
+from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
+from innerloop.models import DenseNetBC
+
+TINY = {
+    "--growth": "2",
+    "--depth": "10",
+    "--epochs": "4",
+    "--batch": "10",
+    "--seeds": "1",
+    "--shapes": "20",
+    "--val-part": "0.2",
+    "--meta-steps": "2",
+    "--meta-batch": "2",
+    "--val-batches": "2",
+    "--meta-lr": "0.01",
+}
+STEPS = 2  # in an epoch
+
+
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INNERLOOP_DATA", raising=False)
+
+
+def flags(out: Path, **changed: str) -> list[str]:
+    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+    return ["meta-lr", *(word for pair in own.items() for word in pair), "--out", str(out)]
+
+
+def config(**changed: object) -> meta_lr.Config:
+    own = {"growth": 2, "depth": 10, "epochs": 4, "batch": 10, "shapes": 20, "val_part": 0.2}
+    own |= {"meta_steps": 2, "meta_batch": 2, "val_batches": 2, "meta_lr": 0.01}
+    return meta_lr.Config(**{**own, **changed})  # type: ignore[arg-type]
+
+
+def cell(arm: str, seed: int = 0, **changed: object) -> Cell:
+    settings = config(**changed)
+    parts = _pictures.load(None, settings.shapes, "cpu")
+    return Cell(settings, arm, seed, _pictures.split(*parts, settings.val_part, seed))
+
+
+def trained(arm: str, epochs: int = 3, **changed: object) -> Cell:
+    made = cell(arm, **changed)
+    for epoch in range(epochs):
+        for number in range(STEPS):
+            made.step(epoch, number)
+        made.end_epoch(epoch, STEPS)
+    return made
+
+
+def tensors(made: Cell) -> list[torch.Tensor]:
+    """Everything of a run that training changes."""
+    state = [v for s in made.optimizer.state.values() for v in s.values()]
+    return [*made.model.state_dict().values(), *state]
+
+
+def rates(made: Cell) -> list[float]:
+    return [group["lr"] for group in made.optimizer.param_groups]
+
+
+def records(path: Path) -> list[dict]:
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in found]
+
+
+def untimed(path: Path) -> str:
+    result = json.loads((path / "result.json").read_text())
+    return json.dumps([records(path), {k: v for k, v in result.items() if k != "seconds"}])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("meta-lr") / "whole"
+    torch.set_default_dtype(torch.float64)
+    assert main(flags(folder)) == 0
+    return folder
+
+
+# The method. --------------------------------------------------------------------------------------
+
+
+def test_the_paper_has_299_groups_and_077_million_parameters() -> None:
+    model = DenseNetBC(growth=12, depth=100)
+    assert len(parameter_groups(model, "tensor")) == 299
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == 0.77
+    paper = meta_lr.configured({}, "paper")
+    assert (paper.depth, paper.growth, paper.epochs, paper.seeds) == (100, 12, 300, 3)
+    assert (paper.meta_steps, paper.meta_batch, paper.val_batches) == (15, 16, 10)
+    assert (paper.batch, paper.val_part, paper.meta_lr) == (64, 0.01, 1e-3)
+    assert paper.milestones == (150, 225)
+
+
+@pytest.mark.parametrize("backward", ["remat", "tape"])
+def test_a_meta_update_that_is_thrown_away_touches_nothing(backward: str) -> None:
+    plain, thrown = trained("fixed"), trained("discarded", backward=backward)
+    learned = thrown.inner
+    assert learned is not None and learned.hyper["lr"].unique().numel() > 1
+    assert all(torch.equal(a, b) for a, b in zip(tensors(plain), tensors(thrown), strict=True))
+    assert rates(plain) == rates(thrown)
+    used = trained("meta")
+    assert not all(torch.equal(a, b) for a, b in zip(tensors(plain), tensors(used), strict=True))
+
+
+def test_learned_rates_are_used() -> None:
+    made = trained("meta")
+    assert made.inner is not None
+    assert rates(made) == pytest.approx(made.inner.hyper["lr"].tolist())
+    assert len(set(rates(made))) > 1
+
+
+def smooth(module: nn.Module) -> None:
+    """Without kinks: a finite difference across one is no derivative."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ReLU):
+            setattr(module, name, nn.Softplus())
+        smooth(child)
+
+
+def test_the_gradient_of_rates_is_that_of_finite_differences() -> None:
+    """From warm momentum on, in float64."""
+    made = cell("meta")
+    smooth(made.model)
+    made.step(0, 0)
+    made.model.double()
+    for state in made.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+    train, val = ([(x.double(), y) for x, y in part] for part in made.meta_batches(0))
+    inner = made._inner()
+    (slopes,) = torch.autograd.grad(inner(train, val), [inner.settings["lr"]])
+    for group in (0, 5, -1):
+        values = []
+        for change in (1e-5, -1e-5):
+            moved = made._inner()
+            moved.settings["lr"].data[group] += change
+            values.append(moved(train, val).item())
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(slopes[group].item(), rel=2e-6)
+
+
+def test_rates_do_not_become_negative() -> None:
+    made = trained("meta", meta_lr=0.5)
+    assert min(rates(made)) == 0
+    made = trained("meta", meta_lr=0.5, transform="log")
+    assert min(rates(made)) > 0
+
+
+def test_the_schedule_divides_by_ten_twice() -> None:
+    made = cell("multistep", epochs=4)
+    seen = []
+    for epoch in range(4):
+        seen.append(rates(made)[0])
+        made.step(epoch, 0)
+        made.end_epoch(epoch, 1)
+    assert seen == pytest.approx([0.1, 0.1, 0.01, 0.001])
+    assert set(rates(trained("fixed"))) == {0.1}
+
+
+def test_without_warm_state_another_gradient_is_learned_from() -> None:
+    # The first step of Adam is the sign of the gradient; the second shows its size.
+    warm, cold = trained("meta", epochs=2), trained("meta", epochs=2, warm=False)
+    assert rates(warm) != rates(cold)
+    assert warm.inner is not None and warm.inner.optimizer is warm.optimizer
+    assert cold.inner is not None and not cold.inner.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("changed", "count"),
+    [
+        ({"groups": "one"}, 1),
+        ({"groups": "part"}, 8),
+        ({"groups": "one", "per": "parameter"}, 29),
+        ({"learn": "lr,momentum,weight_decay"}, 29),
+        ({"optimizer": "adamw", "learn": "lr,betas,weight_decay"}, 29),
+        ({"optimizer": "rmsprop", "backward": "binomial"}, 29),
+    ],
+    ids=str,
+)
+def test_everything_in_the_optimizer_can_be_learned(changed: dict, count: int) -> None:
+    made = trained("meta", epochs=1, **changed)
+    assert made.inner is not None
+    before = cell("meta", **changed).optimizer.param_groups
+    assert len(before) == count
+    for name in made.config.learned:
+        assert len(made.inner.hyper[name]) == count
+        moved = [
+            a[name] != b[name] for a, b in zip(made.optimizer.param_groups, before, strict=True)
+        ]
+        assert any(moved)
+
+
+# Data. ------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
+    images = torch.rand(64, 3, 32, 32) + 1
+    moved = _pictures.augmented(images, _pictures.stream(0))
+    seen = set()
+    for before, after in zip(images, moved, strict=True):
+        padded = torch.nn.functional.pad(before, [4] * 4)
+        turned = torch.nn.functional.pad(before.flip(-1), [4] * 4)
+        found = [
+            (mirrored, down, across)
+            for mirrored, whole in enumerate((padded, turned))
+            for down in range(9)
+            for across in range(9)
+            if torch.equal(whole[:, down : down + 32, across : across + 32], after)
+        ]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert {m for m, _, _ in seen} == {0, 1}
+    assert {d for _, d, _ in seen} == {a for _, _, a in seen} == set(range(9))
+
+
+def test_parts_are_disjoint_and_normalized() -> None:
+    shapes = coloured_shapes(200, _pictures.stream(1))
+    found = _pictures.split(shapes, shapes, "", 0.1, seed=3)
+    assert (len(found.train.labels), len(found.val.labels)) == (180, 20)
+    both = torch.cat([found.train.images, found.val.images]).flatten(1)
+    assert len(both.unique(dim=0)) == len(shapes.images.flatten(1).unique(dim=0)) == 200
+    plain = _pictures.normalized(found.train.images, found).double()
+    assert plain.mean((0, 2, 3)).abs().max() < 1e-5
+    assert (plain.std((0, 2, 3)) - 1).abs().max() < 1e-5
+    other = _pictures.split(shapes, shapes, "", 0.1, seed=4)
+    assert not torch.equal(other.val.images, found.val.images)
+
+
+def test_validation_batches_use_all_before_one_comes_again() -> None:
+    rows = torch.cat(_pictures.drawn(10, 4, 5, _pictures.stream(0)))
+    assert rows.bincount().tolist() == [2] * 10
+
+
+# The command. -----------------------------------------------------------------------------------
+
+
+def test_a_run_writes_all_it_should(whole: Path) -> None:
+    assert {p.name for p in whole.glob("*.png")} == {"test-error.png", "learned-lr.png"}
+    assert {p.name for p in whole.glob("*.svg")} == {"test-error.svg", "learned-lr.svg"}
+    found = records(whole)
+    assert [(r["arm"], r["epoch"]) for r in found] == [
+        (arm, epoch) for arm in ("fixed", "multistep", "meta") for epoch in (1, 2, 3, 4)
+    ]
+    result = json.loads((whole / "result.json").read_text())
+    assert "synthetic" in result["data"]
+    for arm, values in result["arms"].items():
+        last = [r["test_error"] for r in found if r["arm"] == arm and r["epoch"] == 4]
+        assert values["errors"] == last
+        assert values["mean"] == pytest.approx(sum(last) / len(last))
+
+
+def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
+    assert main(flags(tmp_path / "again")) == 0
+    assert untimed(tmp_path / "again") == untimed(whole)
+    assert cell("fixed", 1).step(0, 0) != cell("fixed", 0).step(0, 0)
+
+
+@pytest.mark.parametrize("after", [8, 21])
+def test_a_stopped_run_goes_on_to_the_same_result(
+    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two runs, and in the middle of an epoch with learned rates."""
+    folder = tmp_path / "stopped"
+    advance = meta_lr.MetaLr.advance
+
+    def asking(experiment: meta_lr.MetaLr) -> dict[str, str]:
+        if experiment.done == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(experiment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(meta_lr.MetaLr, "advance", asking)
+        assert main(flags(folder)) == 130
+    assert not (folder / "result.json").exists()
+    assert main(["meta-lr", "--resume", str(folder)]) == 0
+    assert untimed(folder) == untimed(whole)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--arms", "fixed,meat"], "meta"),
+        (["--arms", "fixed,fixed"], "once"),
+        (["--learn", "lr,beta"], "lr"),
+        (["--learn", "momentum", "--optimizer", "adamw"], "betas"),
+        (["--learn", "momentum", "--momentum", "0"], "above 0"),
+        (["--optimizer", "sdg"], "sgd"),
+        (["--per", "element"], "parameter"),
+        (["--groups", "layer"], "part"),
+        (["--backward", "ramat"], "remat"),
+        (["--depth", "12"], "multiple of 6"),
+        (["--lr", "nan"], "number"),
+        (["--lr", "0"], "above 0"),
+        (["--val-part", "1"], "between"),
+        (["--val-part", "0.0001", "--shapes", "20"], "--val-part"),
+        (["--preset", "papr"], "paper"),
+        (["--data", "no-such-folder"], "no-such-folder"),
+        (["--resume", "no-such-folder"], "no-such-folder"),
+        (["--epochs", "many"], "--epochs"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_settings_are_refused(
+    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["meta-lr", *wrong, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_learns_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_dtype(torch.float32)
+    found = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "meta_lr.py"))
+    learned = [group["lr"] for group in found["optimizer"].param_groups]
+    assert len(set(learned)) == 4
+    # Ten updates of Adam, by at most 0.001 each or little more.
+    assert all(0 < abs(rate - 0.01) < 0.012 for rate in learned)
+    assert max(abs(rate - 0.01) for rate in learned) > 2e-3
+    assert len(capsys.readouterr().out.splitlines()) == 10

@@ -1,0 +1,196 @@
+"""Several processes: the same meta-gradient, the same curve, and nothing lost when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import innerloop as il
+from innerloop.experiments._ranks import ALONE, Ranks
+
+TASKS = 4
+STRATEGIES = {
+    "tape": il.Tape(),
+    "remat": il.Remat(),
+    "binomial": il.Binomial(2),
+    "forward": il.Forward(),
+    "truncated": il.Truncated(2),
+}
+
+
+def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def learner(strategy: str) -> tuple[il.InnerLoop, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)  # also in processes that are new
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    few = strategy in ("forward", "truncated")
+    learn = ("lr", "momentum") if few else ("init", "lr", "momentum")
+    inner = il.InnerLoop(model, optimizer, squared, learn=learn, backward=STRATEGIES[strategy])
+    x = torch.randn(TASKS, 5, 2)
+    return inner, (x, x.sum(-1, keepdim=True).sin())
+
+
+def gradients(strategy: str, ranks: Ranks = ALONE) -> list[Tensor]:
+    """Of the mean over this process's tasks."""
+    inner, batch = learner(strategy)
+    own = ranks.share(TASKS)
+    batch = (batch[0][own], batch[1][own])
+    module: Any = DistributedDataParallel(inner) if ranks.count > 1 else inner
+    module([batch] * 3, batch, tasks=il.tasks.loop()).mean().backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in inner.parameters()]
+
+
+def join(rank: int, count: int, store: str) -> Ranks:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+    return Ranks(rank, count)
+
+
+def by_wrapper(rank: int, count: int, store: str) -> None:
+    ranks = join(rank, count, store)
+    found = {name: gradients(name, ranks) for name in STRATEGIES}
+    torch.save(found, f"{store}.{rank}")
+    dist.destroy_process_group()
+
+
+def by_sum(rank: int, count: int, store: str) -> None:
+    """Shares of different sizes, and a parameter that no or only one process has a gradient for."""
+    ranks = join(rank, count, store)
+    params = [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3), torch.zeros(1), torch.ones(1)]
+    params[0].grad = torch.full_like(params[0], rank + 1.0)
+    params[1].grad = torch.full_like(params[1], 10.0 * (rank + 1))
+    if rank == 1:
+        params[2].grad = torch.tensor([7.0])
+    ranks.sum_gradients(params)
+    own = torch.arange(5)[ranks.share(5)]
+    found = {
+        "sums": [p.grad for p in params],
+        "assembled": ranks.assembled(own, 5),
+        "told": ranks.told(b"state" if rank == 0 else None),
+        "nothing": ranks.told(None),
+        "any": [ranks.any(rank == count - 1), ranks.any(False)],
+    }
+    torch.save(found, f"{store}.{rank}")
+    dist.destroy_process_group()
+
+
+def spawn(function: Any, count: int, folder: Path) -> list[Any]:
+    store = str(folder / "store")
+    torch.multiprocessing.spawn(function, (count, store), nprocs=count)
+    return [torch.load(f"{store}.{rank}") for rank in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_distributed_data_parallel_has_the_meta_gradient_of_one_process(
+    count: int, tmp_path: Path
+) -> None:
+    alone = {name: gradients(name) for name in STRATEGIES}
+    for found in spawn(by_wrapper, count, tmp_path):
+        for name, expected in alone.items():
+            for ours, theirs in zip(found[name], expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_exchanges(tmp_path: Path) -> None:
+    for found in spawn(by_sum, 3, tmp_path):
+        a, b, c, d = found["sums"]
+        assert (a == 6).all() and (b == 60).all() and c.item() == 7 and d is None
+        assert found["assembled"].tolist() == [0, 1, 2, 3, 4]
+        assert found["told"] == b"state" and found["nothing"] is None
+        assert found["any"] == [True, False]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_shares_are_a_partition(count: int) -> None:
+    for total in range(12):
+        each = [range(total)[Ranks(rank, count).share(total)] for rank in range(count)]
+        assert [task for share in each for task in share] == list(range(total))
+        assert max(map(len, each)) - min(map(len, each)) <= 1
+
+
+FLAGS = {
+    "--model": "mlp",
+    "--filters": "8",
+    "--steps": "2",
+    "--tasks": "4",
+    "--query": "2",
+    "--epoch": "2",
+    "--val-tasks": "6",
+    "--test-tasks": "8",
+    "--ensemble": "2",
+    "--tasks-by": "loop",
+}
+
+
+def launch(count: int, out: Path, *more: str, restarts: int = 0) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command += ["--master-port", "0", "--max-restarts", str(restarts), "-m", "innerloop", "maml"]
+    return subprocess.Popen(
+        [*command, *(word for pair in FLAGS.items() for word in pair), "--out", str(out), *more],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in [*lines, (folder / "result.json").read_text()]]
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in found]
+
+
+def test_two_processes_learn_as_one_does(tmp_path: Path) -> None:
+    one = launch(1, tmp_path / "1", "--iterations", "6")
+    two = launch(2, tmp_path / "2", "--iterations", "6")
+    finish(one)
+    assert finish(two).count("on 8 test tasks") == 1
+    for ours, theirs in zip(
+        metrics(tmp_path / "2")[:-1], metrics(tmp_path / "1")[:-1], strict=True
+    ):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+        assert ours["val_accuracy"] == pytest.approx(theirs["val_accuracy"])
+    assert len(list((tmp_path / "2").glob("events*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    more = ["--iterations", "120", "--epoch", "4"]
+    finish(launch(2, tmp_path / "whole", *more))
+    chance = random.Random(0)
+    process = launch(2, tmp_path / "killed", *more, restarts=20)
+    for _ in range(5):
+        time.sleep(8 + 4 * chance.random())
+        workers = _children(process.pid)
+        if process.poll() is not None or not workers:
+            break
+        os.kill(chance.choice(workers), signal.SIGKILL)
+    finish(process)
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []
