@@ -268,11 +268,11 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
     """Whatever the default dtype is: here it is another than when the first run was made."""
     assert main(flags(tmp_path / "again")) == 0
     assert untimed(tmp_path / "again") == untimed(whole)
-    assert main(flags(tmp_path / "other", seed="2")) == 0
-    assert untimed(tmp_path / "other") != untimed(whole)
+    first, second = json.loads(untimed(whole))[:2]
+    assert first["learned"] != second["learned"] and first["task"] != second["task"]
 
 
-@pytest.mark.parametrize("after", [2, 5, 7])
+@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 5, 7])
 def test_a_stopped_run_goes_on_to_the_same_result(
     whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

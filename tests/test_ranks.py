@@ -52,7 +52,7 @@ def gradients(strategy: str, ranks: Ranks = ALONE) -> list[Tensor]:
     inner, batch = learner(strategy)
     own = ranks.share(TASKS)
     batch = (batch[0][own], batch[1][own])
-    module: Any = DistributedDataParallel(inner) if ranks.count > 1 else inner
+    module: Any = DistributedDataParallel(inner) if ranks.size > 1 else inner
     module([batch] * 3, batch, tasks=il.tasks.loop()).mean().backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in inner.parameters()]
 
@@ -140,7 +140,7 @@ FLAGS = {
 
 def launch(count: int, out: Path, *more: str, restarts: int = 0) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-port", "0", "--max-restarts", str(restarts), "-m", "innerloop", "maml"]
+    command += ["--standalone", "--max-restarts", str(restarts), "-m", "innerloop", "maml"]
     return subprocess.Popen(
         [*command, *(word for pair in FLAGS.items() for word in pair), "--out", str(out), *more],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

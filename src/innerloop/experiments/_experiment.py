@@ -45,9 +45,9 @@ class Experiment(abc.ABC):
 
     def share(self, ranks: Ranks) -> None:
         """Divide each unit of work over the processes that ``torchrun`` started."""
-        if ranks.count > 1:
+        if ranks.size > 1:
             raise InnerLoopError(
-                f"This experiment runs in one process, not in the {ranks.count} that torchrun "
+                f"This experiment runs in one process, not in the {ranks.size} that torchrun "
                 "started. Start it without torchrun."
             )
 
@@ -128,6 +128,7 @@ def carry_out(
     result = experiment.result() | {"seconds": experiment.seconds}
     if ranks.first:
         run.write_json(RESULT, result)
+        experiment.share(ALONE)  # the others have nothing to do with pictures
         experiment.draw(run.folder, result)
     return result
 

@@ -21,7 +21,7 @@ class Ranks(NamedTuple):
     """
 
     rank: int = 0
-    count: int = 1
+    size: int = 1
 
     @property
     def first(self) -> bool:
@@ -34,16 +34,16 @@ class Ranks(NamedTuple):
         >>> [Ranks(rank, 3).share(8) for rank in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
         """
-        size, more = divmod(total, self.count)
-        start = self.rank * size + min(self.rank, more)
-        return slice(start, start + size + (self.rank < more))
+        each, more = divmod(total, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return slice(start, start + each + (self.rank < more))
 
     def sum_gradients(self, params: Sequence[Tensor]) -> None:
         """Sum ``.grad`` over the processes, in one exchange for each dtype.
 
         A parameter that no process has a gradient for keeps none.
         """
-        if self.count == 1:
+        if self.size == 1:
             return
         known = torch.tensor([p.grad is not None for p in params], device=params[0].device)
         for p, any_has in zip(params, self.summed(known.to(torch.int32)).tolist(), strict=True):
@@ -58,14 +58,14 @@ class Ranks(NamedTuple):
 
     def summed(self, value: Tensor) -> Tensor:
         """The sum over the processes, the same on all of them."""
-        if self.count > 1:
+        if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
         return value
 
     def assembled(self, own: Tensor, total: int) -> Tensor:
         """The shares of all processes, put together. [own, …] -> [total, …]"""
-        if self.count == 1:
+        if self.size == 1:
             return own
         whole = own.new_zeros((total, *own.shape[1:]))
         whole[self.share(total)] = own
@@ -73,16 +73,16 @@ class Ranks(NamedTuple):
 
     def any(self, flag: bool) -> bool:
         """Whether it holds for one of the processes at least."""
-        return flag if self.count == 1 else bool(self.summed(torch.tensor(int(flag))))
+        return flag if self.size == 1 else bool(self.summed(torch.tensor(int(flag))))
 
     def told(self, data: bytes | None) -> bytes | None:
         """What the first process has to tell, on all of them."""
-        if self.count == 1:
+        if self.size == 1:
             return data
-        size = self.summed(torch.tensor(len(data) if self.first and data is not None else 0))
-        if not size:
+        length = self.summed(torch.tensor(len(data) if self.first and data is not None else 0))
+        if not length:
             return None
-        sent = torch.zeros(int(size), dtype=torch.uint8)
+        sent = torch.zeros(int(length), dtype=torch.uint8)
         if self.first and data is not None:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(sent, 0)
@@ -90,7 +90,7 @@ class Ranks(NamedTuple):
 
     def wait(self) -> None:
         """Until all are here."""
-        if self.count > 1:
+        if self.size > 1:
             dist.barrier()
 
 

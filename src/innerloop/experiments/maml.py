@@ -186,8 +186,8 @@ class Training(Experiment):
         return self.config.iterations
 
     def share(self, ranks: Ranks) -> None:
-        if self.config.tasks < ranks.count:
-            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.count} processes")
+        if self.config.tasks < ranks.size:
+            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")
         self.learner.outer.ranks = ranks
 
     def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
