@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +32,7 @@ class Episode(NamedTuple):
     def tasks(self, which: slice) -> Episode:
         """Some of the tasks."""
         return Episode(*(Batch(part.x[which], part.y[which]) for part in self))
+
+    def to(self, dtype: torch.dtype) -> Episode:
+        """The same pictures in another precision."""
+        return Episode(*(Batch(part.x.to(dtype), part.y) for part in self))

@@ -62,6 +62,7 @@ class FewShot:
         **outer: Any,
     ) -> None:
         self.model, self.steps = model, steps
+        self.dtype = next(model.parameters()).dtype
         # A group for each tensor: layers learn at rates of their own.
         groups = [{"params": [p]} for p in model.parameters()]
         self.optimizer = INNER[inner_optim](groups, lr=inner_lr)
@@ -84,7 +85,7 @@ class FewShot:
         self.inner.first_order = first_order
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
-        own = episode.tasks(ranks.share(total))
+        own = episode.tasks(ranks.share(total)).to(self.dtype)
         with self.outer.autocast():
             loss = self.loss(own, weights) * (len(own.support.y) / total)
         self.outer.step(loss, lambda: self.blame(own))
@@ -123,10 +124,10 @@ class FewShot:
         """What the adapted models say of the queries. [tasks, queries, way]"""
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
-        own = episode.tasks(ranks.share(total))
+        own = episode.tasks(ranks.share(total)).to(self.dtype)
         with self.outer.autocast():
             adapted = self.inner.adapt([tuple(own.support)] * self.steps, tasks=self.way)
-            said = adapted(own.query.x).float().softmax(-1)
+            said = adapted(own.query.x).to(self.dtype).softmax(-1)
         return ranks.assembled(said, total)
 
     @property

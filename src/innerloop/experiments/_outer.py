@@ -11,7 +11,7 @@ from torch import Tensor
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._ranks import ALONE, Ranks
 
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"float64": None, "float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NONFINITE = ("stop", "skip")
 
 

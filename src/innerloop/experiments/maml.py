@@ -155,7 +155,7 @@ class Training(Experiment):
                 classes=config.way,
                 size=shape[-1],
                 filters=config.filters,
-            ).to(device, torch.float32)
+            ).to(device, torch.float64 if config.precision == "float64" else torch.float32)
         self.learner = FewShot(
             model,
             inner_optim=config.inner_optim,
