@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop._tracing import readable
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 
 
 def check_loss(loss: Any) -> None:
@@ -37,7 +37,7 @@ def check_loss(loss: Any) -> None:
             )
         )
     if readable(loss) and bool(torch.isnan(loss)):
-        raise InnerLoopError(
+        raise DivergedError(
             four_part(
                 "The loss is NaN.",
                 "a finite loss.",

@@ -1,4 +1,4 @@
-"""The two error classes. A message says: what you wrote, what is needed, why, what to write."""
+"""The error classes. A message says: what you wrote, what is needed, why, what to write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ class InnerLoopError(ValueError):
 
 class RequirementError(InnerLoopError):
     """A requirement of the paper (section 2.4) does not hold: there is no meta-gradient."""
+
+
+class DivergedError(InnerLoopError):
+    """An inner loss is NaN."""
 
 
 def four_part(wrote: str, needed: str, why: str, write: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import innerloop as il
 from innerloop.data import Episode
+from innerloop.errors import DivergedError
 from innerloop.experiments._outer import Outer
 
 INNER = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}
@@ -86,8 +88,12 @@ class FewShot:
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
         own = episode.tasks(ranks.share(total)).to(self.dtype)
-        with self.outer.autocast():
-            loss = self.loss(own, weights) * (len(own.support.y) / total)
+        try:
+            with self.outer.autocast():
+                loss = self.loss(own, weights) * (len(own.support.y) / total)
+        except DivergedError:
+            # Not an end yet: the outer step has to say what becomes of it, on all processes.
+            loss = math.nan * torch.stack([p.sum() for p in self.inner.parameters()]).sum()
         self.outer.step(loss, lambda: self.blame(own))
         return ranks.summed(loss.detach()).item()
 
@@ -96,15 +102,25 @@ class FewShot:
         names = [
             n for n, p in self.inner.named_parameters() if p.grad is not None and _broken(p.grad)
         ]
-        with torch.no_grad(), self.outer.autocast():
-            train = [tuple(episode.support)] * self.steps
-            losses = self.inner.adapt(train, tasks=il.tasks.loop()).losses
-        found = (~losses.isfinite()).nonzero()
         where = "all inner losses are finite"
-        if len(found):
-            task, step = found[found[:, 1].argmin()].tolist()
-            where = f"the inner loss is first not finite in task {task + 1}, step {step + 1}"
+        for task in range(len(episode.support.y)):
+            if step := self._diverges(episode.tasks(slice(task, task + 1))):
+                where = f"the inner loss of task {task + 1} is not finite in step {step}"
+                break
         return f"{where}; the gradient is broken for {', '.join(names) or 'no tensor here'}"
+
+    @torch.no_grad()
+    def _diverges(self, task: Episode) -> int | None:
+        """In which step, if it does."""
+        for step in range(1, self.steps + 1):
+            try:
+                with self.outer.autocast():
+                    adapted = self.inner.adapt([tuple(task.support)] * step, tasks=il.tasks.loop())
+            except DivergedError:
+                return step
+            if _broken(adapted.losses):
+                return step
+        return None
 
     def loss(self, episode: Episode, weights: Sequence[float]) -> Tensor:
         """The weighted query losses after each step, meaned over the tasks."""

@@ -175,8 +175,8 @@ class Training(Experiment):
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
         self.sampler = self._sampler(splits.train, config.tasks, config.seed)
-        self.loss = 0.0
-        """Sum over the epoch under way."""
+        self.losses: list[float] = []
+        """Of the epoch under way, without those that are not finite."""
         self.shown: dict[str, str] = {}
         self.best: list[dict[str, Any]] = []
         """The best epochs with their learned parameters, best first."""
@@ -205,7 +205,7 @@ class Training(Experiment):
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": torch.get_rng_state(),
-            "loss": self.loss,
+            "losses": self.losses,
             "shown": self.shown,
             "best": self.best,
         }
@@ -217,7 +217,7 @@ class Training(Experiment):
         self.schedule.load_state_dict(state["schedule"])
         self.sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
-        self.loss, self.shown, self.best = state["loss"], state["shown"], state["best"]
+        self.losses, self.shown, self.best = state["losses"], state["shown"], state["best"]
 
     # --- work ---------------------------------------------------------------------------------
 
@@ -233,7 +233,8 @@ class Training(Experiment):
                 f"The loss is {loss} after {self.done} updates: training diverged. "
                 f"Try a smaller --inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
             )
-        self.loss += loss
+        if math.isfinite(loss):
+            self.losses.append(loss)
         self.shown |= {"loss": f"{loss:.3f}", "tasks/s": f"{rate:.1f}"}
         if self.done + 1 in (c.iterations, (epoch + 1) * c.epoch):
             self._end_epoch(epoch)
@@ -246,14 +247,14 @@ class Training(Experiment):
         record = {
             "epoch": epoch + 1,
             "iteration": iteration,
-            "train_loss": self.loss / (iteration - epoch * c.epoch),
+            "train_loss": sum(self.losses) / len(self.losses) if self.losses else None,
             "val_accuracy": accuracies.mean().item(),
             "meta_lr": self.schedule.get_last_lr()[0],
             "skipped": self.learner.outer.skipped,
             "learned": self.learner.settings,
         }
         self.records.append(record)
-        self.loss = 0.0
+        self.losses = []
         self.shown["val"] = f"{100 * record['val_accuracy']:.1f} %"
         self._keep_best(record)
         self.schedule.step()
