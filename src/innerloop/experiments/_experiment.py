@@ -74,9 +74,15 @@ class Experiment(abc.ABC):
         return own | {"state": self.state_dict()}
 
     def _load_whole_state(self, state: dict[str, Any]) -> None:
-        self.done, self.seconds = state["done"], state["seconds"]
-        self.records = state["records"]
-        self.load_state_dict(state["state"])
+        try:
+            self.done, self.seconds = state["done"], state["seconds"]
+            self.records = state["records"]
+            self.load_state_dict(state["state"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise InnerLoopError(
+                "The checkpoint does not belong to this run, or to another version of innerloop "
+                f"({type(error).__name__}: {error}). Remove the folder and start again."
+            ) from error
 
 
 def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = ALONE) -> bool:

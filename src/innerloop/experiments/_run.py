@@ -89,18 +89,37 @@ class Run:
         The first process reads it and tells the others: they need not see the same folder.
         """
         data = ranks.told(self._newest() if ranks.first else None)
-        return None if data is None else torch.load(io.BytesIO(data), weights_only=True)
+        if data is None:
+            return None
+        try:
+            found = torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:  # what torch raises for foreign content is not one class
+            raise InnerLoopError(self._foreign(str(error))) from error
+        if not isinstance(found, dict):
+            raise InnerLoopError(self._foreign(f"it holds a {type(found).__name__}"))
+        return found
+
+    def _foreign(self, why: str) -> str:
+        first = (why.splitlines() or ["no reason given"])[0]
+        return (
+            f"{self.folder / CHECKPOINT} is no checkpoint of a run: {first}. Remove the folder and "
+            "start again, or name that of another run."
+        )
 
     def _newest(self) -> bytes | None:
-        for name in (CHECKPOINT, f"last-{CHECKPOINT}"):
-            path = self.folder / name
-            if not path.exists():
-                continue
+        paths = [self.folder / name for name in (CHECKPOINT, f"last-{CHECKPOINT}")]
+        found = [path for path in paths if path.exists()]
+        for path in found:
             content = path.read_bytes()
             digest, data = content[:32], content[32:]
             if hashlib.sha256(data).digest() == digest:
                 return data
             print(f"{path} is damaged; the one before it is used.")
+        if found:
+            raise InnerLoopError(
+                f"{self.folder} cannot be resumed: no checkpoint in it is whole. Remove the folder "
+                "and start again."
+            )
         return None
 
     def _replace(self, name: str, data: bytes) -> None:
@@ -116,12 +135,22 @@ class Run:
                 os.fsync(file.fileno())
             os.chmod(aside, 0o644)
             os.replace(aside, self.folder / name)
+            _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
             if isinstance(error, OSError):
                 raise InnerLoopError(_unwritable(self.folder / name, error)) from error
             raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a renamed file is there after a loss of power, too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _unwritable(path: Path, error: OSError) -> str:

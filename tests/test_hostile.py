@@ -1,0 +1,155 @@
+"""Files and flags from anywhere end in a clear error or a right result, in nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from datasets import cifar_files, folder_files, mini_imagenet_files, write_tar, write_zip
+from innerloop import data
+from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import maml
+from innerloop.experiments._command_line import as_json, from_json
+from innerloop.experiments._run import Run
+
+NAMES = [field.name for field in dataclasses.fields(maml.Config)]
+NUMBERS = st.integers(-3, 3) | st.integers() | st.floats()
+VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=12) | st.lists(st.integers())
+CASES = settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@CASES
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), VALUES, max_size=4))
+def test_configurations(changed: dict[str, Any]) -> None:
+    with contextlib.suppress(InnerLoopError):
+        config = from_json(maml.Config, as_json(maml.Config()) | changed)
+        assert as_json(config) == as_json(maml.Config()) | changed
+
+
+@CASES
+@given(st.text(max_size=30) | st.recursive(VALUES, lambda v: st.lists(v, max_size=3)))
+def test_files_of_settings(tmp_path: Path, content: Any) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "config.json").write_text(text)
+    with contextlib.suppress(InnerLoopError):
+        from_json(maml.Config, Run(tmp_path).config())
+
+
+FLAGS = st.sampled_from(["--" + name.replace("_", "-") for name in NAMES if name != "device"])
+
+
+@CASES
+@given(st.lists(st.tuples(FLAGS, st.text(max_size=6) | NUMBERS.map(str)), min_size=1, max_size=3))
+def test_command_lines(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
+    """All are refused: the last flag is wrong whatever the others are."""
+    words = [word for pair in pairs for word in pair]
+    silent = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+    with silent[0], silent[1], contextlib.suppress(SystemExit):
+        assert main(["maml", *words, "--out", str(tmp_path / "run"), "--way", "1"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """Some bytes exchanged, cut out, doubled, or the end missing."""
+    out = bytearray(content)
+    for _ in range(chance.choice([1, 1, 2, 8, 64])):
+        at = chance.randrange(len(out)) if out else 0
+        kind = chance.randrange(4)
+        if kind == 0 and out:
+            out[at] = chance.randrange(256)
+        elif kind == 1:
+            del out[at : at + chance.randrange(1, 64)]
+        elif kind == 2:
+            out[at:at] = out[at : at + chance.randrange(1, 64)]
+        else:
+            del out[chance.randrange(len(out) // 2, len(out) + 1) :]
+    return bytes(out)
+
+
+def test_damaged_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save({"number": 1})
+    run.save({"number": 2})
+    path = tmp_path / "checkpoint.pt"
+    whole, chance = path.read_bytes(), random.Random(0)
+    for _ in range(500):
+        content = damaged(whole, chance)
+        path.write_bytes(content)
+        state = run.load()
+        assert state == {"number": 2 if content == whole else 1}
+
+
+def test_foreign_checkpoints_with_a_right_checksum(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save({"number": torch.arange(3)})
+    path = tmp_path / "checkpoint.pt"
+    whole, chance = path.read_bytes()[32:], random.Random(0)
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "evil",)
+
+    evil = io.BytesIO()
+    torch.save({"a": Evil()}, evil)
+    contents = [damaged(whole, chance) for _ in range(300)]
+    contents += [evil.getvalue(), pickle.dumps(Evil()), b"", b"[1]"]
+    for content in contents:
+        path.write_bytes(hashlib.sha256(content).digest() + content)
+        with contextlib.suppress(InnerLoopError):
+            assert isinstance(run.load(), dict)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_again_in_silence(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save({"number": 1})
+    run.save({"number": 2})
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"torn")
+    with pytest.raises(InnerLoopError, match="whole"):
+        run.load()
+
+
+ARCHIVES: dict[str, Any] = {
+    "mini-imagenet": lambda root: write_zip(root / "mini-imagenet.zip", mini_imagenet_files()),
+    "cifar10": lambda root: write_tar(root / "cifar-10-python.tar.gz", cifar_files()),
+    "folder": lambda root: write_zip(root / "pictures.zip", folder_files()),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_damaged_archives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INNERLOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    path = ARCHIVES[name](tmp_path / "data")
+    whole, chance = path.read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(150):
+        path.write_bytes(damaged(whole, chance))
+        try:
+            if name == "cifar10":
+                data.cifar10(path)
+            else:
+                data.load(name, root=path)
+        except InnerLoopError:
+            refused += 1
+    assert refused > 75
+    assert {p.name for p in tmp_path.iterdir()} <= {"cache", "data"}
+    assert [p.name for p in (tmp_path / "data").iterdir()] == [path.name]
