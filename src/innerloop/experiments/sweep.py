@@ -1,8 +1,9 @@
 """Many runs of ``innerloop maml``: the grid of the paper's appendix, or any part of it.
 
 ``innerloop sweep --dataset omniglot --way 5 --model vgg resnet-4`` runs what is not finished yet,
-each run in a folder of its own. Stop it at any time; the same command goes on. Flags of
-``innerloop maml`` may follow after ``--``.
+each run in a folder of its own, as many side by side as there are cores, or with ``--engine ray``
+on a cluster. Stop it at any time; the same command goes on. Flags of ``innerloop maml`` may follow
+after ``--``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml
-from innerloop.experiments._command_line import Parser, parse
+from innerloop.experiments import _ray_engine, maml
+from innerloop.experiments._command_line import Parser, check_choice, flag, parse, refuse
 from innerloop.experiments._experiment import STOPPED
 from innerloop.experiments._run import CONFIG, RESULT, stoppable
 
@@ -32,6 +32,8 @@ _GRID = {
     "inner_optim": ["sgd", "adam"],
     "seed": [0, 1, 2],
 }
+_ENGINES = ("local", "ray")
+_RAY = _ray_engine.Cluster._field_defaults
 
 
 class Job(NamedTuple):
@@ -45,12 +47,19 @@ class Job(NamedTuple):
         return (self.folder / RESULT).exists()
 
     @property
-    def command(self) -> list[str]:
+    def words(self) -> list[str]:
+        """What follows after ``innerloop maml``: a start, or going on."""
         if (self.folder / CONFIG).exists():
-            how = ["--resume", str(self.folder)]
-        else:
-            how = [*self.flags, "--out", str(self.folder)]
-        return [sys.executable, "-m", "innerloop", "maml", *how]
+            return ["--resume", str(self.folder)]
+        return [*self.flags, "--out", str(self.folder)]
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "innerloop", "maml", *self.words]
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
 
 
 def jobs(out: Path, chosen: dict[str, list], preset: str, extra: Sequence[str]) -> list[Job]:
@@ -75,34 +84,27 @@ def _check(each: Sequence[Job]) -> None:
         maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
 
 
-def run(each: Sequence[Job], workers: int) -> dict[str, list[Job]]:
-    """Do what is not finished; which of them finished, failed, or were stopped."""
-    done: dict[str, list[Job]] = {"finished": [], "failed": [], "stopped": []}
-    lock = threading.Lock()
-    with stoppable() as stop:
+def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
+    """Each run as it ends: finished, failed or stopped. So many are under way at a time."""
+    with stoppable() as stop, concurrent.futures.ThreadPoolExecutor(workers) as pool:
 
-        def one(job: Job) -> None:
-            if stop.asked:
-                kind = "stopped"
-            else:
-                code = _call(job, alone=workers == 1)
-                kind = {0: "finished", STOPPED: "stopped"}.get(code, "failed")
-            with lock:
-                done[kind].append(job)
-                print(f"{job.folder.name}: {kind}{_shown(job)}", flush=True)
+        def one(job: Job) -> tuple[Job, str]:
+            code = STOPPED if stop.asked else _call(job, workers)
+            return job, _ray_engine.KINDS.get(code, "failed")
 
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            list(pool.map(one, each))
-    return done
+        for ended in concurrent.futures.as_completed([pool.submit(one, job) for job in each]):
+            yield ended.result()
 
 
-def _call(job: Job, alone: bool) -> int:
+def _call(job: Job, workers: int) -> int:
     """A process of its own; several side by side show no bars, but write into a log."""
-    if alone:
+    if workers == 1:
         return subprocess.run(job.command).returncode
     job.folder.mkdir(parents=True, exist_ok=True)
-    with open(job.folder / "log.txt", "a") as log:
-        return subprocess.run(job.command, stdout=log, stderr=log).returncode
+    threads = {"OMP_NUM_THREADS": str(max(_ray_engine.cores() // workers, 1))}
+    with open(job.log, "a") as log:
+        environment = threads | os.environ
+        return subprocess.run(job.command, stdout=log, stderr=log, env=environment).returncode
 
 
 def _shown(job: Job) -> str:
@@ -113,39 +115,69 @@ def _shown(job: Job) -> str:
         return ""
 
 
+def _parser() -> Parser:
+    parser = Parser("innerloop sweep", description=__doc__)
+    for name, default in _GRID.items():
+        kind, shown = type(default[0]), " ".join(map(str, default))
+        parser.add_argument(flag(name), nargs="+", type=kind, default=default, help=shown)
+    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
+    parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder of the runs")
+    parser.add_argument("--list", action="store_true", help="show the runs and do nothing")
+    parser.add_argument("--engine", default="local", help="local or ray (local)")
+    parser.add_argument("--jobs", type=int, help="local: runs side by side (one for each core)")
+    parser.add_argument("--address", help="ray: of a cluster (one on this machine)")
+    parser.add_argument("--cpus-per-run", type=int, help="ray: cores of each run (1)")
+    parser.add_argument("--gpus-per-run", type=float, help="ray: GPUs, or a part of one (0)")
+    parser.add_argument("--retries", type=int, help="ray: when a worker of a run dies (10)")
+    return parser
+
+
+def _engine(args: dict[str, Any]) -> _ray_engine.Cluster | int:
+    """The cluster, or how many processes of this machine."""
+    check_choice("engine", args["engine"], _ENGINES)
+    other = ["jobs"] if args["engine"] == "ray" else list(_RAY)
+    for name in other:
+        if args[name] is not None:
+            refuse(name, args[name], f"left out with --engine {args['engine']}, which has no such")
+    if args["engine"] == "ray":
+        cluster = _ray_engine.Cluster(**{n: args[n] for n in _RAY if args[n] is not None})
+        _ray_engine.check(cluster)
+        return cluster
+    workers = _ray_engine.cores() if args["jobs"] is None else args["jobs"]
+    if not 1 <= workers <= (os.cpu_count() or 1) * 4:
+        refuse("jobs", workers, "a few, at least 1")
+    return workers
+
+
+def _carried_out(each: Sequence[Job], engine: _ray_engine.Cluster | int) -> int:
+    local = isinstance(engine, int)
+    kinds = set()
+    for job, kind in outcomes(each, engine) if local else _ray_engine.outcomes(each, engine):
+        kinds.add(kind)
+        print(f"{job.folder.name}: {kind}{_shown(job)}", flush=True)
+    if "stopped" in kinds:
+        return STOPPED
+    return 1 if "failed" in kinds else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    own, extra = words[:cut], words[cut + 1 :]
-    parser = Parser("innerloop sweep", description=__doc__)
-    for name, default in _GRID.items():
-        kind = type(default[0])
-        shown = " ".join(map(str, default))
-        parser.add_argument(
-            "--" + name.replace("_", "-"), nargs="+", type=kind, default=default, help=shown
-        )
-    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
-    parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder of the runs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side (1)")
-    parser.add_argument("--list", action="store_true", help="show the runs and do nothing")
-    args = vars(parser.parse_args(own))
+    args = vars(_parser().parse_args(words[:cut]))
     try:
-        each = jobs(args["out"], {k: args[k] for k in _GRID}, args["preset"], extra)
+        engine = _engine(args)
+        chosen = {name: args[name] for name in _GRID}
+        each = jobs(args["out"], chosen, args["preset"], words[cut + 1 :])
         _check(each)
+        open_ones = [job for job in each if not job.finished]
+        print(f"{len(each)} runs, {len(each) - len(open_ones)} finished already.", flush=True)
+        if args["list"]:
+            for job in each:
+                print(f"  {job.folder}{_shown(job)}")
+            return 0
+        code = _carried_out(open_ones, engine) if open_ones else 0
     except InnerLoopError as error:
         print(error, file=sys.stderr)
         return 2
-    if not 1 <= args["jobs"] <= (os.cpu_count() or 1) * 4:
-        print(f"--jobs {args['jobs']} cannot be: it must be a few, at least 1.", file=sys.stderr)
-        return 2
-    open_ones = [job for job in each if not job.finished]
-    print(f"{len(each)} runs, {len(each) - len(open_ones)} finished already.")
-    if args["list"]:
-        for job in each:
-            print(f"  {job.folder}{_shown(job)}")
-        return 0
-    done = run(open_ones, args["jobs"])
     print(f"See them with: innerloop report {args['out']}")
-    if done["stopped"]:
-        return STOPPED
-    return 1 if done["failed"] else 0
+    return code
