@@ -90,6 +90,39 @@ def by_sum(rank: int, count: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+def sharded(what: str) -> il.InnerLoop:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 1)
+    if what == "model":
+        fully_shard(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if what == "learned optimizer":
+        optimizer = il.learned.MLPOptimizer()
+    learn = {"settings": ("lr",)}.get(what, ("init",))
+    inner = il.InnerLoop(model, optimizer, squared, learn=learn)
+    if what != "model":
+        fully_shard(inner)
+    return inner
+
+
+SHARDED = ("model", "inner", "settings", "learned optimizer")
+
+
+def by_shards(rank: int, count: int, store: str) -> None:
+    join(rank, count, store)
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    found = {}
+    for what in SHARDED:
+        inner = sharded(what)
+        try:
+            inner([batch], batch)
+        except il.RequirementError as error:
+            found[what] = str(error)
+    torch.save(found, f"{store}.{rank}")
+    dist.destroy_process_group()
+
+
 def spawn(function: Any, count: int, folder: Path) -> list[Any]:
     store = str(folder / "store")
     torch.multiprocessing.spawn(function, (count, store), nprocs=count)
@@ -105,6 +138,12 @@ def test_distributed_data_parallel_has_the_meta_gradient_of_one_process(
         for name, expected in alone.items():
             for ours, theirs in zip(found[name], expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_sharded_weights_are_refused(tmp_path: Path) -> None:
+    for found in spawn(by_shards, 2, tmp_path):
+        for what in SHARDED:
+            assert "fully_shard" in found[what] and "DistributedDataParallel" in found[what]
 
 
 def test_exchanges(tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.learn import Learn
 
 
@@ -47,6 +48,27 @@ def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
                 "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
             )
         )
+
+
+def check_whole(modules: Iterable[nn.Module]) -> None:
+    """Refuse weights of which every process holds a part."""
+    # Without these imports there are none; and importing them takes longer than all of innerloop.
+    tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    if tensor is None:
+        return
+    for module in modules:
+        inside = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+        if inside or any(isinstance(p, tensor.DTensor) for p in module.parameters(recurse=False)):
+            raise RequirementError(
+                four_part(
+                    f"You sharded {type(module).__name__} by fully_shard or as DTensors.",
+                    "whole weights on every process.",
+                    "sharded ones are gathered by hooks of ordinary training, which the steps of "
+                    "an inner loop do not run.",
+                    "DistributedDataParallel(inner), which shares tasks or data; and Remat() or "
+                    "Binomial(k) to save memory.",
+                )
+            )
 
 
 def warn_of_hooks(params: Mapping[str, Any], optimizer: Any) -> None:

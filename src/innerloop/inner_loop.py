@@ -12,7 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop._captured import reaches
-from innerloop._parts import check_callable, check_parts, no_settings, warn_of_hooks
+from innerloop._parts import (
+    check_callable,
+    check_parts,
+    check_whole,
+    no_settings,
+    warn_of_hooks,
+)
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
@@ -358,6 +364,7 @@ class InnerLoop(nn.Module):
 
     def prepared(self, steps: int) -> Prepared:
         """The three parts as they are now, as pure functions and plain tensors."""
+        check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
         template = functional(self.model).template()
         self._check_reach(steps)
         begun = max((state.time for state in (self._carried or {}).values()), default=0)

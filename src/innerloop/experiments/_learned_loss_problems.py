@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from innerloop.experiments.sine import HIGH, LOW, build_net, draw_sines
+from innerloop.experiments._sines import HIGH, LOW, build_net, draw_sines
 
 _DIGITS_SHOWN, _DIGITS_JUDGED = 100, 200
 _WIDTH = 32

@@ -71,7 +71,8 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
         cancelled = False
         while waiting:
             for one in ray.wait(list(waiting), timeout=_GLANCE)[0]:
-                yield waiting.pop(one), _outcome(ray, one)
+                job = waiting.pop(one)
+                yield job, _outcome(ray, one, job)
             if stop.asked and not cancelled:
                 cancelled = True
                 for one in waiting:
@@ -109,14 +110,18 @@ def _trial(folder: str, flags: list[str], place: str, settings: dict[str, str]) 
         return maml.main(job.words)
 
 
-def _outcome(ray: Any, one: Any) -> str:
+def _outcome(ray: Any, one: Any, job: Job) -> str:
     try:
-        return KINDS.get(ray.get(one), "failed")
+        kind = KINDS.get(ray.get(one), "failed")
     except ray.exceptions.TaskCancelledError:
         return "stopped"
     except ray.exceptions.RayError as error:
         print(error, file=sys.stderr)
         return "failed"
+    if kind == "finished" and not job.finished:
+        print(f"{job.folder} is not seen here: --out must be on a disk that all machines share.")
+        return "failed"
+    return kind
 
 
 @contextlib.contextmanager

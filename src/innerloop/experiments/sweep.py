@@ -138,7 +138,7 @@ def _engine(args: dict[str, Any]) -> _ray_engine.Cluster | int:
     other = ["jobs"] if args["engine"] == "ray" else list(_RAY)
     for name in other:
         if args[name] is not None:
-            refuse(name, args[name], f"left out with --engine {args['engine']}, which has no such")
+            refuse(name, args[name], f"left out with --engine {args['engine']}")
     if args["engine"] == "ray":
         cluster = _ray_engine.Cluster(**{n: args[n] for n in _RAY if args[n] is not None})
         _ray_engine.check(cluster)
