@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +310,51 @@ def test_imaml_says_that_training_has_not_converged():
     inner = algorithms.imaml(model, loss, lr=0.01, proximal=0.5)
     with pytest.warns(UserWarning, match="converged"):
         inner(TRAIN[:1], VAL)
+
+
+# Copies, and losses of one's own. -----------------------------------------------------------------
+
+
+def test_a_copy_of_reptile_is_about_the_copied_model() -> None:
+    inner = algorithms.reptile(net(), loss, RATE)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(inner)))
+    expected = copied(TRAIN, None)
+    with torch.no_grad():
+        for p in inner.model.parameters():
+            p.add_(1.0)
+    assert torch.equal(copied(TRAIN, None), expected)
+
+
+def test_cavia_is_judged_with_the_weights_that_the_loop_has() -> None:
+    class WithContext(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            return self.linear(torch.cat([x, context.expand(len(x), 2)], 1))
+
+    model = WithContext()
+    plain, own = (
+        algorithms.cavia(model, loss, 2, **options) for options in ({}, {"val_loss": loss})
+    )
+    assert len(list(own.parameters())) == len(list(plain.parameters()))
+    expected = torch.autograd.grad(plain(TRAIN, VAL), list(model.parameters()))
+    for inner in (plain, own):
+        inner(TRAIN, VAL).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-12)
+            p.grad = None
+    values = [
+        il.estimate.evolution(inner, samples=16, sigma=0.1, seed=0)(TRAIN, VAL)
+        for inner in (plain, own)
+    ]
+    torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)
+
+
+def test_multi_step_losses_that_cannot_be() -> None:
+    carrying = algorithms.maml(net(), loss, backward=il.Truncated(5, carry=True))
+    with pytest.raises(InnerLoopError, match="starts anew"):
+        algorithms.multi_step_loss(carrying, TRAIN, VAL, [0.5, 0.5, 1.0])
+    with pytest.raises(InnerLoopError, match="not 0"):
+        algorithms.multi_step_loss(algorithms.maml(net(), loss), TRAIN, VAL, [0.0, 0.0, 0.0])

@@ -718,3 +718,51 @@ def test_changed_tasks_in_a_persistent_run_are_refused(first):
         call(not first)
     estimator.restart()
     call(not first)
+
+
+# Where the estimate would go wrong in silence. ----------------------------------------------------
+
+
+def test_a_persistent_run_of_an_implicit_loop_is_refused():
+    inner = quadratic(backward=il.Implicit(proximal=1.0))
+    with pytest.raises(il.InnerLoopError, match="Implicit"):
+        estimate.evolution(inner, persistent=True)(CURVATURES, CURVATURES[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "at", "sigma"),
+    [(torch.bfloat16, 1.0, 0.02), (torch.float32, 1000.0, 2e-4)],
+    ids=["bfloat16", "far from 0"],
+)
+def test_perturbations_are_taken_as_they_are_after_rounding(dtype, at, sigma):
+    w = torch.full((), at, dtype=dtype, requires_grad=True)
+    slopes = []
+    for seed in range(40):
+        w.grad = None
+        fit = estimate.evolution(lambda p: 3.0 * p.double(), w, samples=64, sigma=sigma, seed=seed)
+        fit().backward()
+        slopes.append(w.grad.double())
+    # The estimate is 3 times the mean square of 32 perturbations in units of sigma, 40 times: its
+    # deviation is 3 * sqrt(2 / 1280) = 0.12.
+    assert torch.stack(slopes).mean() == pytest.approx(3.0, abs=0.5)
+
+
+def test_sigma_may_change_in_a_persistent_run():
+    """The loss of part t is t times w, for two parts: the gradient is 1 + 2."""
+    w = torch.zeros((), requires_grad=True)
+
+    def part(p, state):
+        seen = (0.0 if state is None else state) + p
+        return seen, seen
+
+    found = []
+    for seed in range(400):
+        w.grad = None
+        fit = estimate.evolution(part, w, samples=8, sigma=0.1, persistent=True, seed=seed)
+        fit().backward()
+        fit.sigma = 0.5
+        fit().backward()
+        found.append(w.grad.clone())
+    mean, error = torch.stack(found).mean(), torch.stack(found).std() / math.sqrt(len(found))
+    assert abs(mean - 3.0) < 4 * error
+    assert error < 0.3

@@ -524,3 +524,71 @@ def test_the_state_of_another_optimizer_is_refused():
     optimizer = LSTMOptimizer().as_torch_optimizer(model.parameters())
     with pytest.raises(InnerLoopError, match="learned"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+# What is saved. -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: LSTMOptimizer(3, scale=0.001, preprocess=4.0), lambda: LSTMOptimizer(3)),
+        (
+            lambda: MLPOptimizer(4, decays=(0.1, 0.2), scale=3.0),
+            lambda: MLPOptimizer(4, (0.9, 0.99)),
+        ),
+    ],
+    ids=["lstm", "mlp"],
+)
+def test_settings_are_saved_with_what_was_learned(one, other):
+    models = net(), net()
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (
+        make().as_torch_optimizer(m.parameters())
+        for make, m in zip((one, other), models, strict=True)
+    )
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    (batch,) = batches(1)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        loss(model, batch).backward()
+        optimizer.step()
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rates_of_another_model_are_refused():
+    with pytest.raises(InnerLoopError, match="names and shapes"):
+        MetaSGD(nn.Linear(4, 2)).load_state_dict(MetaSGD(nn.Linear(1, 5)).state_dict())
+
+
+def test_what_does_not_fit_leaves_the_optimizer_as_it_was():
+    model = net()
+    optimizer = LSTMOptimizer(3).as_torch_optimizer(model.parameters())
+    other = LSTMOptimizer(5).as_torch_optimizer(net().parameters())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        optimizer.load_state_dict(other.state_dict())
+    loss(model, batches(1)[0]).backward()
+    optimizer.step()
+
+
+def test_a_state_in_another_precision():
+    model = net()
+    saved = LSTMOptimizer(3).double().as_torch_optimizer(net().parameters()).state_dict()
+    optimizer = LSTMOptimizer(3).float().as_torch_optimizer(model.parameters())
+    optimizer.load_state_dict(saved)
+    assert optimizer.learned.dtype == torch.float64
+    loss(model, batches(1)[0]).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lslr"])
+def test_coordinates_can_be_compiled(kind):
+    model = net()
+    inner = il.InnerLoop(model, KINDS[kind](model), loss)
+    *train, val = batches(3)
+    expected = inner(train, val)
+    inner.compile(backend="eager")
+    torch.testing.assert_close(inner(train, val), expected, rtol=1e-12, atol=1e-12)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop.backward import Implicit
+from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.inner_loop import InnerLoop
 from innerloop.learn import Learn
@@ -45,12 +45,18 @@ def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> In
     weights to the adapted ones, taken as fixed, so the gradient is θ₀ - θ_J. With the outer
     optimizer ``torch.optim.SGD(inner.parameters(), lr=ε)`` the update is θ₀ + ε (θ_J - θ₀).
     """
+    return maml(model, loss, lr, first_order=True, val_loss=_Distance(model), **options)
 
-    def distance(adapted: nn.Module, _: Any) -> Tensor:
-        pairs = zip(model.parameters(), adapted.parameters(), strict=True)
+
+class _Distance:
+    """From a model to what became of it. It is copied and saved together with the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, adapted: nn.Module, _: Any) -> Tensor:
+        pairs = zip(self.model.parameters(), adapted.parameters(), strict=True)
         return torch.stack([(a - b.detach()).square().sum() / 2 for a, b in pairs]).sum()
-
-    return maml(model, loss, lr, first_order=True, val_loss=distance, **options)
 
 
 def anil(
@@ -87,19 +93,39 @@ def maml_plus_plus(
 
 
 def multi_step_loss(
-    inner: InnerLoop, train: Sequence[Any], val: Any, weights: Sequence[float]
+    inner: InnerLoop, train: Iterable[Any], val: Any, weights: Sequence[float]
 ) -> Tensor:
     """The weighted validation losses after each step, as MAML++ trains at first.
 
     MAML++ begins with equal weights and moves them to the last step. As in ``inner(train, val)``,
     a task axis is there if ``inner`` was made with ``tasks``. Every loss that counts has steps of
-    its own, so this takes more time than the loss after the last one.
+    its own, so this takes more time than the loss after the last one, and dropout draws other masks
+    for each of them.
 
     >>> model = nn.Linear(1, 1)
     >>> inner = maml_plus_plus(model, lambda model, x: (model(x) - 1).square().mean(), steps=2)
     >>> x = torch.ones(4, 1)
     >>> multi_step_loss(inner, [x, x], x, weights=[0.5, 0.5]).backward()
     """
+    if isinstance(inner.backward, Truncated) and inner.backward.carry:
+        raise InnerLoopError(
+            four_part(
+                f"You gave an inner loop with {inner.backward} to multi_step_loss.",
+                "one that starts anew in each call.",
+                "the steps are taken again for each loss.",
+                f"Truncated({inner.backward.k}).",
+            )
+        )
+    train = list(train)
+    if not any(weights):
+        raise InnerLoopError(
+            four_part(
+                f"You gave weights={list(weights)}.",
+                "at least one that is not 0.",
+                "the result is the weighted sum of the losses after each step.",
+                "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
+            )
+        )
     if len(weights) != len(train):
         raise InnerLoopError(
             four_part(
@@ -110,7 +136,7 @@ def multi_step_loss(
             )
         )
     wanted = [(k, w) for k, w in enumerate(weights, 1) if w]
-    losses = [w * inner(list(train[:k]), val) for k, w in wanted]
+    losses = [w * inner(train[:k], val) for k, w in wanted]
     return torch.stack(losses).sum(0)
 
 
@@ -144,6 +170,9 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     """
     start = _Context(context, model)
     optimizer = _sgd(start.parameters(), lr)
+    if "val_loss" in options:
+        # As for the loss: with the weights that the loop has, which are not always the model's.
+        options["val_loss"] = _Judged(model, options["val_loss"])
     return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
 
 
@@ -171,6 +200,16 @@ class _Shared(nn.Module):
 
     def forward(self, adapting: _Context, batch: Any) -> Any:
         return self.loss(_with_context(self.model, adapting.context), batch)
+
+
+class _Judged:
+    """The same for the validation loss, which has no parameters of its own."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+
+    def __call__(self, adapted: Any, batch: Any) -> Any:
+        return self.loss(_with_context(self.model, adapted.context), batch)
 
 
 def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:

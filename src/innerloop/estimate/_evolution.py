@@ -89,7 +89,7 @@ class evolution:
         drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self._generator = torch.Generator().manual_seed(drawn)
         self._sum: list[Tensor] | None = None
-        """Of each sample's perturbations in the run so far, in units of sigma."""
+        """Of each sample's perturbations in the run so far, each over its own variance."""
         self._states: list[Any] = [None] * samples
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -98,10 +98,11 @@ class evolution:
         # [samples / 2, *shape] each
         noise = [self._drawn(p) for p in params]
         values, states = self._evaluated(params, noise, at, args, kwargs)
+        noise = [self._realised(p, e) for p, e in zip(params, noise, strict=True)]
         if self.persistent:
             noise = noise if self._sum is None else _added(self._sum, noise)
             self._sum, self._states = noise, states
-        return _Estimate.apply(values, noise, self.sigma, *params)  # type: ignore[no-any-return]
+        return _Estimate.apply(values, noise, *params)  # type: ignore[no-any-return]
 
     def restart(self) -> None:
         """Begin another run: forget the states of the samples, and what perturbed them."""
@@ -136,6 +137,12 @@ class evolution:
         drawn = torch.randn(shape, generator=self._generator, dtype=param.dtype, device="cpu")
         return drawn.to(param.device)
 
+    def _realised(self, param: Tensor, noise: Tensor) -> Tensor:
+        """Perturbations over their variance: as they are once the parameters are rounded."""
+        there, back = (param.detach() + sign * self.sigma * noise for sign in _SIGNS)
+        exact = torch.promote_types(param.dtype, torch.float32)
+        return (there.to(exact) - back.to(exact)) / (2 * self.sigma**2)
+
     def _evaluated(
         self, params: list[Tensor], noise: list[Tensor], at: Any, args: Any, kwargs: Any
     ) -> tuple[Tensor, list[Any]]:
@@ -164,10 +171,10 @@ class _Estimate(torch.autograd.Function):
     """The mean of the values, with the estimate as its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, noise: list[Tensor], sigma: float, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, noise: list[Tensor], *params: Tensor) -> Tensor:
         pairs = values.unflatten(0, (-1, 2))
-        ctx.slopes = (pairs[:, 0] - pairs[:, 1]) / (2 * sigma * len(pairs))
-        ctx.noise = noise
+        ctx.slopes = (pairs[:, 0] - pairs[:, 1]) / (2 * len(pairs))
+        ctx.noise, ctx.dtypes = noise, [p.dtype for p in params]
         return values.mean(0)
 
     @staticmethod
@@ -176,7 +183,7 @@ class _Estimate(torch.autograd.Function):
         # [pairs]: the task axis, if there is one, is gone before any tensor as large as φ is made.
         weights = ctx.slopes.reshape(len(ctx.slopes), -1) @ grad.reshape(-1)
         grads = [torch.tensordot(weights.to(e.device, e.dtype), e, 1) for e in ctx.noise]
-        return None, None, None, *grads
+        return None, None, *(g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
 
 
 def _added(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from innerloop import _tree
-from innerloop.backward import Truncated
+from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import functional, unwrapped
 from innerloop.inner_loop import InnerLoop
@@ -54,6 +54,13 @@ def _of_inner_loop(inner: InnerLoop, persistent: bool) -> Perturbed:
                 "what earlier calls did would be left out, and the samples need states of their "
                 "own to count it",
                 "evolution(inner, persistent=True, ...).",
+            )
+        if persistent and isinstance(inner.backward, Implicit):
+            _refuse(
+                f"an inner loop with {inner.backward}, and persistent=True",
+                "another strategy, or persistent=False",
+                "Implicit is about where training ends, and a persistent run is never at its end",
+                "evolution(inner, ...), or InnerLoop(..., backward=innerloop.Remat()).",
             )
         return _replicas(inner, _carried if persistent else _called(False))
 

@@ -31,10 +31,9 @@ class Coordinates(NamedTuple):
     @property
     def owner(self) -> Tensor:
         """Which tensor each coordinate belongs to. [coordinates]"""
-        device = self.weight.device
-        sizes = torch.tensor(self.sizes, device=device)
-        tensors = torch.arange(len(self.sizes), device=device)
-        return tensors.repeat_interleave(sizes, output_size=sum(self.sizes))
+        # Not repeat_interleave, whose result has a shape that compilers do not know.
+        ends = torch.tensor(self.sizes, device=self.weight.device).cumsum(0)
+        return torch.bucketize(torch.arange(sum(self.sizes), device=ends.device), ends, right=True)
 
     def mean(self, values: Tensor, owner: Tensor) -> Tensor:
         """The mean over the coordinates of each tensor. [coordinates, ...] -> [tensors, ...]"""

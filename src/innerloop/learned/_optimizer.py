@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class LearnedOptimizer(nn.Module, abc.ABC):
     [0.0, 0.0]
     """
 
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are no parameters but belong to what was learned: they are saved with it."""
+
     @abc.abstractmethod
     def memory(self, count: int) -> Memory:
         """What is remembered of ``count`` coordinates before the first step. [count, ...] each"""
@@ -69,6 +72,13 @@ class LearnedOptimizer(nn.Module, abc.ABC):
             lr: a factor of every change, which schedulers may vary; 1 is what was learned.
         """
         return TorchOptimizer(self, params, lr)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.settings}
+
+    def set_extra_state(self, state: Any) -> None:
+        for name in self.settings:
+            setattr(self, name, state[name])
 
     # What an inner loop asks for. ---------------------------------------------------------------
 

@@ -96,8 +96,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
             )
         learned = given.pop(_LEARNED)
+        # First, into a copy: what does not fit must leave this optimizer as it is.
+        copied = copy.deepcopy(self.learned)
+        kinds = [v.dtype for v in learned.values() if isinstance(v, Tensor)]
+        copied.to(kinds[0] if kinds else None).load_state_dict(learned)
         super().load_state_dict(given)
-        self.learned.load_state_dict(learned)
+        self.learned = copied
         self._restore(given)
 
     def _restore(self, given: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class LearnedLoss(nn.Module):
 
     def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
         """The loss of predictions; or of a model on a batch (x, target, *extras)."""
-        if isinstance(prediction, nn.Module):
+        if not isinstance(prediction, Tensor):
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
         values = self.each(prediction, target, *extras)

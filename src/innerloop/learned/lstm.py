@@ -50,16 +50,18 @@ class LSTMOptimizer(LearnedOptimizer):
     {'hidden': [5, 2, 8], 'cell': [5, 2, 8]}
     """
 
+    settings = ("preprocess", "scale")
+
     def __init__(
         self, hidden: int = 20, layers: int = 2, preprocess: float = 10.0, scale: float = 0.1
     ) -> None:
         super().__init__()
-        if hidden < 1 or layers < 1 or preprocess <= 0:
+        if hidden < 1 or layers < 1 or not 0 < preprocess < 80:
             raise InnerLoopError(
                 four_part(
                     f"You wrote LSTMOptimizer({hidden}, {layers}, {preprocess}).",
-                    "at least one layer, one hidden unit, and a scale above 0.",
-                    "they are the sizes of a network and a divisor.",
+                    "at least one layer, one hidden unit, and a scale between 0 and 80.",
+                    "they are the sizes of a network, a divisor, and an exponent.",
                     "LSTMOptimizer(hidden=20, layers=2, preprocess=10.0).",
                 )
             )

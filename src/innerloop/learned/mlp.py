@@ -35,6 +35,8 @@ class MLPOptimizer(LearnedOptimizer):
     {'means': [5, 2]}
     """
 
+    settings = ("decays", "scale")
+
     def __init__(
         self,
         hidden: int = 32,

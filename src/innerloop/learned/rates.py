@@ -19,8 +19,23 @@ class _OfOneModel(LearnedOptimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         found = functional(model).params
+        if not found:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave a {type(model).__name__} to {type(self).__name__}.",
+                    "a model with weights.",
+                    "rates are learned for each of them.",
+                    f"{type(self).__name__}(model) for the model that is to be trained.",
+                )
+            )
         self.known = tuple(found)
         self.shapes = {name: tuple(p.shape) for name, p in found.items()}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}}
+
+    def set_extra_state(self, state: Any) -> None:
+        self._check_known({name: tuple(shape) for name, shape in state["shapes"].items()})
 
     def memory(self, count: int) -> Memory:
         return {}

@@ -70,6 +70,8 @@ def returns_to_go(rewards: Tensor, discount: float = 1.0) -> Tensor:
     >>> returns_to_go(torch.tensor([1.0, 2.0, 4.0]), discount=0.5)
     tensor([3., 4., 4.])
     """
+    if not rewards.is_floating_point():
+        rewards = rewards.to(torch.get_default_dtype())
     return _decayed_sums(rewards.flip(-1), discount).flip(-1)
 
 

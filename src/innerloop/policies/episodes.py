@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from innerloop.policies.baseline import linear_baseline
@@ -28,8 +29,10 @@ def expected_return(
 ) -> Tensor:
     """:func:`dice` of episodes that were sampled with ``policy``, less a linear baseline."""
     observations, actions, rewards, alive = episodes
+    rewards = rewards.to(observations.dtype)
     if alive is not None:
-        rewards = rewards * alive
+        alive = alive.bool()
+        rewards = torch.where(alive, rewards, 0.0)
     future = returns_to_go(rewards, discount)
     return dice(
         policy.log_prob(observations, actions),

@@ -39,7 +39,8 @@ class Gaussian(nn.Module):
     def noise(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Random numbers for that many actions, for :meth:`act`."""
         kind = self.log_std
-        return torch.randn(*shape, self.size, generator=generator, dtype=kind.dtype)
+        drawn = torch.randn(*shape, self.size, generator=generator, dtype=kind.dtype)
+        return drawn.to(kind.device)
 
     @torch.no_grad()
     def act(self, observations: Tensor, noise: Tensor) -> Tensor:
@@ -72,9 +73,12 @@ class Categorical(nn.Module):
 
     def noise(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Random numbers for that many actions, for :meth:`act`: of Gumbel's distribution."""
-        kind = next(self.parameters()).dtype
-        uniform = torch.rand(*shape, self.size, generator=generator, dtype=kind)
-        return -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
+        kind = next(self.parameters())
+        # Not in half precision: near 1 it has no numbers.
+        exact = torch.promote_types(kind.dtype, torch.float32)
+        uniform = torch.rand(*shape, self.size, generator=generator, dtype=exact)
+        drawn = -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
+        return drawn.to(kind.device, kind.dtype)
 
     @torch.no_grad()
     def act(self, observations: Tensor, noise: Tensor) -> Tensor:
