@@ -31,7 +31,7 @@ _FLAGS += ["--precision", "float64"]
 _PER_RUN = 10  # kills, before a run is left to end and a new one begins
 _ANY_MOMENT = 0.25  # of the kills, starting included; the others fall into training
 _PAUSE = 1.5  # seconds, at most
-_PATIENCE = 300.0  # seconds for a process to start and get on
+_PATIENCE = 900.0  # seconds for a process to start and get on
 _AGAIN = "1000"  # as often as it takes
 
 
@@ -135,6 +135,7 @@ def _disturbed(kind: Kind, job: Job, kills: int, chance: random.Random) -> tuple
         ended = process.wait()
     finally:
         process.terminate()
+        process.wait()
     if ended != 0:
         _finish(kind, job)
     return done, trained

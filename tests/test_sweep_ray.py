@@ -65,6 +65,13 @@ def workers(pid: int) -> list[int]:
     return found
 
 
+def raylet(pid: int) -> bool:
+    """Whether the process that starts workers is there."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    titles = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    return any(b"raylet/raylet" in title for title in titles)
+
+
 def gone(pid: int) -> bool:
     until = time.monotonic() + 10
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
@@ -115,6 +122,32 @@ def test_stopped_by_ctrl_c_it_goes_on(whole: list[list[dict]], tmp_path: Path) -
     assert not any((tmp_path / name / "result.json").exists() for name in NAMES)
     finish(sweep(tmp_path, "--engine", "ray"))
     assert [metrics(tmp_path / name) for name in NAMES] == whole
+
+
+@pytest.mark.slow
+@needs_ray
+def test_stopped_while_a_worker_starts(tmp_path: Path) -> None:
+    process = sweep(tmp_path, "--engine", "ray")
+    until = time.monotonic() + LIMIT
+    while not (found := workers(process.pid)) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process, code=130).count(": stopped") == 2
+    assert gone(found[0])
+    assert not any((tmp_path / name / "result.json").exists() for name in NAMES)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_stopped_while_the_cluster_starts(tmp_path: Path) -> None:
+    process = sweep(tmp_path / "s", "--engine", "ray")
+    until = time.monotonic() + LIMIT
+    while not raylet(process.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    said = finish(process, code=130)
+    assert said.count(": stopped") == 2 and "Traceback" not in said
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 KINDS = {0: "finished", STOPPED: "stopped"}
 _GLANCE = 0.5  # seconds between two looks at whether Ctrl-C was pressed
+# A worker that is just starting may lose its Ctrl-C. It ends with the connection, after this time;
+# the run then goes on from its last checkpoint instead of its last update.
+_GRACE = 30.0
 
 
 class Cluster(NamedTuple):
@@ -66,17 +71,20 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
     """Each run as it ends: finished, failed or stopped."""
     import ray
 
-    with _connected(ray, cluster), stoppable() as stop:
-        waiting = _submitted(ray, each, cluster)
-        cancelled = False
-        while waiting:
+    # Twice, as connecting sets handlers of its own.
+    with stoppable() as early, _connected(ray, cluster), stoppable() as stop:
+        waiting = {} if early.asked else _submitted(ray, each, cluster)
+        until = None
+        while waiting and (until is None or time.monotonic() < until):
             for one in ray.wait(list(waiting), timeout=_GLANCE)[0]:
                 job = waiting.pop(one)
                 yield job, _outcome(ray, one, job)
-            if stop.asked and not cancelled:
-                cancelled = True
+            if stop.asked and until is None:
+                until = time.monotonic() + _GRACE
                 for one in waiting:
                     ray.cancel(one, recursive=False)  # a Ctrl-C in the worker
+        for job in each if early.asked else waiting.values():
+            yield job, "stopped"  # before it began, or by the end of the connection
 
 
 def _submitted(ray: Any, each: Sequence[Job], cluster: Cluster) -> dict[Any, Job]:
@@ -130,8 +138,9 @@ def _connected(ray: Any, cluster: Cluster) -> Iterator[None]:
     local = {"address": "local", "num_cpus": cores(), "include_dashboard": False}
     where = local if cluster.address is None else {"address": cluster.address}
     try:
+        _check_reached(cluster.address or "")
         ray.init(**where, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise InnerLoopError(
             f"--address {cluster.address or 'local'} cannot be reached: {error}. Start a cluster "
             "with ray start --head, or leave --address out for one on this machine."
@@ -141,6 +150,13 @@ def _connected(ray: Any, cluster: Cluster) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reached(address: str) -> None:
+    """Ray tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _say_if_too_large(ray: Any, cluster: Cluster) -> None:
