@@ -69,7 +69,7 @@ def check(cluster: Cluster) -> None:
 
 def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]:
     """Each run as it ends: finished, failed or stopped."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     # Twice, as connecting sets handlers of its own.
     with stoppable() as early, _connected(ray, cluster), stoppable() as stop:
