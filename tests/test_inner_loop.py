@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.nn.utils import parametrizations
 
 import innerloop as il
+from innerloop.errors import DivergedError
 from references import (
     Adam,
     Net,
@@ -1570,7 +1571,7 @@ BROKEN_LOSSES = {
     "one per example": (lambda m, b: (m(b[0]) - b[1]) ** 2, il.InnerLoopError),
     "no example": (lambda m, b: m(b[0])[:0], il.InnerLoopError),
     "complex": (lambda m, b: squares(m, b) * 1j, il.InnerLoopError),
-    "not a number": (lambda m, b: squares(m, b) * float("nan"), il.InnerLoopError),
+    "not a number": (lambda m, b: squares(m, b) * float("nan"), DivergedError),
     "argmax": (lambda m, b: m(b[0]).argmax(), il.RequirementError),
 }
 
@@ -1640,5 +1641,5 @@ def test_an_error_of_the_users_own_says_at_which_step():
 
 def test_a_diverging_run_says_at_which_step():
     inner, train, val = built(make=lambda p: optim.SGD(p, lr=1e200))
-    with refuses("NaN", model=inner.model):
+    with refuses("NaN", kind=DivergedError, model=inner.model):
         inner([*train, *train], val)

@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 import innerloop as il
+from innerloop.errors import DivergedError
 from references import (
     Net,
     Sgd,
@@ -340,7 +341,7 @@ def test_meta_parameters_without_influence_are_refused():
 def test_a_loss_that_becomes_nan_changes_nothing():
     inner, train, val = built(learn=("lr",))
     broken = [(x * float("nan"), y) for x, y in train]
-    with refuses("NaN", model=inner.model, optimizer=inner.optimizer):
+    with refuses("NaN", kind=DivergedError, model=inner.model, optimizer=inner.optimizer):
         il.meta_update(inner, broken, val, optim.SGD(inner.parameters(), lr=0.1))
     assert inner.settings["lr"].item() == 0.1
 
