@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import os
-import runpy
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,10 +339,3 @@ def test_wrong_settings_are_refused(
     assert code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[1] / "examples" / "learned_loss.py"
-    found = runpy.run_path(str(path))["main"](iterations=2, nets=2)
-    assert all(0 < error < 100 for error in found)
-    assert "learned loss" in capsys.readouterr().out
