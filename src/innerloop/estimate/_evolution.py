@@ -95,10 +95,11 @@ class evolution:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean value, whose gradient is the estimate."""
         params, at = self._of.now()
+        self._check_resolution(params)
         # [samples / 2, *shape] each
         noise = [self._drawn(p) for p in params]
         values, states = self._evaluated(params, noise, at, args, kwargs)
-        noise = [self._realised(p, e) for p, e in zip(params, noise, strict=True)]
+        noise = [e / self.sigma for e in noise]
         if self.persistent:
             noise = noise if self._sum is None else _added(self._sum, noise)
             self._sum, self._states = noise, states
@@ -137,11 +138,16 @@ class evolution:
         drawn = torch.randn(shape, generator=self._generator, dtype=param.dtype, device="cpu")
         return drawn.to(param.device)
 
-    def _realised(self, param: Tensor, noise: Tensor) -> Tensor:
-        """Perturbations over their variance: as they are once the parameters are rounded."""
-        there, back = (param.detach() + sign * self.sigma * noise for sign in _SIGNS)
-        exact = torch.promote_types(param.dtype, torch.float32)
-        return (there.to(exact) - back.to(exact)) / (2 * self.sigma**2)
+    def _check_resolution(self, params: list[Tensor]) -> None:
+        """A perturbation that is lost in rounding changes nothing, and the slope would be wrong."""
+        for p in params:
+            step = torch.finfo(p.dtype).eps * float(p.detach().abs().max()) if p.numel() else 0.0
+            if self.sigma < step:
+                _refuse(
+                    f"sigma={self.sigma:g} for parameters of {p.dtype} up to {step:.1e} apart",
+                    f"sigma above {step:.1e}, or a higher precision",
+                    "smaller changes of such numbers are rounded away",
+                )
 
     def _evaluated(
         self, params: list[Tensor], noise: list[Tensor], at: Any, args: Any, kwargs: Any
@@ -171,10 +177,10 @@ class _Estimate(torch.autograd.Function):
     """The mean of the values, with the estimate as its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, noise: list[Tensor], *params: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, noise: list[Tensor], *_: Tensor) -> Tensor:
         pairs = values.unflatten(0, (-1, 2))
         ctx.slopes = (pairs[:, 0] - pairs[:, 1]) / (2 * len(pairs))
-        ctx.noise, ctx.dtypes = noise, [p.dtype for p in params]
+        ctx.noise = noise
         return values.mean(0)
 
     @staticmethod
@@ -183,7 +189,7 @@ class _Estimate(torch.autograd.Function):
         # [pairs]: the task axis, if there is one, is gone before any tensor as large as φ is made.
         weights = ctx.slopes.reshape(len(ctx.slopes), -1) @ grad.reshape(-1)
         grads = [torch.tensordot(weights.to(e.device, e.dtype), e, 1) for e in ctx.noise]
-        return None, None, *(g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
+        return None, None, *grads
 
 
 def _added(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
