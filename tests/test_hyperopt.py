@@ -18,6 +18,7 @@ from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _hyperopt_problem as problems
 from innerloop.experiments import hyperopt
+from innerloop.experiments._hyperopt_cell import Cell
 from innerloop.experiments._hyperopt_data import Points, split
 from innerloop.experiments._hyperopt_losses import changed
 from innerloop.experiments._hyperopt_summary import _better, _cleaned
@@ -169,16 +170,17 @@ def test_a_training_that_diverges_is_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_trial_that_diverges_is_only_a_bad_one() -> None:
-    search = hyperopt.Search(hyperopt.Config(train=20, val=15, width=6, steps=3, updates=1))
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, updates=1)
     bad = tiny("weight-decay", lr=1e30)
     assert math.isnan(bad.value(bad.start))
-    assert search._trial(bad, 0, "random", 0) == math.inf
-    assert search.cell.best is None
+    cell = Cell(config, bad, 0, "random")
+    assert cell.trial(0) == math.inf
+    assert cell.best is None
     with pytest.raises(InnerLoopError, match="--inner-lr"):
-        search._record(bad, 0, "random")
-    good = tiny("weight-decay")
-    assert search._trial(good, 0, "random", 1) < math.inf
-    assert search._record(good, 0, "random")["least"][0] is None
+        cell._record()
+    cell.problem = tiny("weight-decay")
+    assert cell.trial(1) < math.inf
+    assert cell._record()["least"][0] is None
 
 
 # --- counting -----------------------------------------------------------------------------------

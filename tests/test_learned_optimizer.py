@@ -84,12 +84,12 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "whole, after", [({}, 1), ({}, 2), ({}, 4), ({}, 6), (PES, 2)], indirect=["whole"]
+    "whole, after", [({}, 1), ({}, 3), ({}, 5), (PES, 1)], indirect=["whole"]
 )
 def test_a_stopped_run_goes_on_to_the_same_result(
     whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the tuning, in the middle of a meta-training, between two, before the last unit."""
+    """In the middle of a meta-training, between two, before the last unit."""
     how = PES if json.loads((whole / "config.json").read_text())["by"] == "pes" else {}
     folder = tmp_path / "stopped"
     advance = learned_optimizer.Comparison.advance
@@ -168,10 +168,9 @@ def test_comparisons_are_made_on_problems_that_nobody_has_seen() -> None:
     config = learned_optimizer.Config(
         problem="quadratics", held_out=3, horizon=4, window=2, longer=6
     )
-    run = learned_optimizer.Comparison(config)
     family = Quadratics()
     draws = [
-        next(iter(run._problems(family, config, seed, unseen)))[0][1]
+        next(learned_optimizer.problems(family, config, seed, unseen))[0][1]
         for seed, unseen in ((2_000_003, True), (2_000_003, True), (1_000_003, False))
     ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])

@@ -53,7 +53,7 @@ def config(**changed: object) -> meta_lr.Config:
 def cell(arm: str, seed: int = 0, **changed: object) -> Cell:
     settings = config(**changed)
     parts = _pictures.load(None, settings.shapes, "cpu")
-    return Cell(settings, arm, seed, _pictures.split(*parts, settings.val_part, seed))
+    return Cell(settings, arm, seed, _pictures.split(*parts, settings.val_part, seed), STEPS)
 
 
 def trained(arm: str, epochs: int = 3, **changed: object) -> Cell:
@@ -61,7 +61,7 @@ def trained(arm: str, epochs: int = 3, **changed: object) -> Cell:
     for epoch in range(epochs):
         for number in range(STEPS):
             made.step(epoch, number)
-        made.end_epoch(epoch, STEPS)
+        made.end_epoch(epoch)
     return made
 
 
@@ -166,7 +166,7 @@ def test_the_schedule_divides_by_ten_twice() -> None:
     for epoch in range(4):
         seen.append(rates(made)[0])
         made.step(epoch, 0)
-        made.end_epoch(epoch, 1)
+        made.end_epoch(epoch)
     assert seen == pytest.approx([0.1, 0.1, 0.01, 0.001])
     assert set(rates(trained("fixed"))) == {0.1}
 

@@ -84,7 +84,7 @@ def by_sum(rank: int, count: int, store: str) -> None:
         "assembled": ranks.assembled(own, 5),
         "told": ranks.told(b"state" if rank == 0 else None),
         "nothing": ranks.told(None),
-        "any": [ranks.any(rank == count - 1), ranks.any(False)],
+        "any": [*ranks.any(rank == count - 1), *ranks.any(False)],
     }
     torch.save(found, f"{store}.{rank}")
     dist.destroy_process_group()

@@ -11,15 +11,18 @@ from torch.distributions import Bernoulli
 import innerloop as il
 from innerloop import estimate
 from innerloop.experiments import _rare_character as rare
+from innerloop.experiments._parts import Part
 
 _TEST_SEED = 1_000_003
 
 
-class Cell:
+class Cell(Part):
     """One way to learn, on one problem."""
 
     def __init__(self, config: Any, arm: str, seed: int, problem: rare.Search) -> None:
         self.config, self.arm, self.seed, self.problem = config, arm, seed, problem
+        self.f1 = 0.0
+        """At the last test."""
         model = nn.Linear(problem.train.features.shape[1], 1, dtype=torch.float32)
         for p in model.parameters():
             nn.init.zeros_(p)
@@ -46,6 +49,25 @@ class Cell:
         law = Bernoulli(logits=rare.logits(model, val))
         wrong = lambda said: 1 - rare.f1(said, val.wanted)  # noqa: E731
         return estimate.reinforce(law, wrong, samples=self.config.samples)
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        c, done = self.config, unit + 1
+        if unit == 0:
+            records.append(self._record(0))
+        loss = self.update()
+        if done == c.updates or done % c.every == 0:
+            records.append(self._record(done))
+        self.f1 = records[-1]["f1"] if records else self.f1
+        shown = {"seed": str(self.seed), "by": self.arm, "loss": f"{loss:.3f}"}
+        return shown | {"test F1": f"{self.f1:.3f}"}
+
+    def _record(self, update: int) -> dict[str, Any]:
+        learned = {
+            "lr": self.inner.hyper["lr"].item(),
+            "weights": self.inner.loss.log_weights.exp().tolist(),  # type: ignore[union-attr]
+        }
+        where = {"iteration": update, "arm": self.arm, "seed": self.seed, "update": update}
+        return where | self.tested() | {"learned": learned}
 
     def update(self) -> float:
         """One meta-update; the validation loss before it."""
@@ -82,6 +104,7 @@ class Cell:
             "generator": self.generator.get_state(),
             "evolved": self.evolved.state_dict(),
             "random": torch.get_rng_state(),
+            "f1": self.f1,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,3 +113,4 @@ class Cell:
         self.generator.set_state(state["generator"])
         self.evolved.load_state_dict(state["evolved"])
         torch.set_rng_state(state["random"])
+        self.f1 = state["f1"]

@@ -29,10 +29,13 @@ class Experiment(abc.ABC):
 
     done: int = 0
     """Units of work so far."""
+    width: int = 1
+    """Units that all processes together did in the last round."""
     seconds: float = 0.0
     """Time they took, in all sessions."""
     records: list[dict[str, Any]]
     """What was measured on the way, a line of metrics.jsonl each."""
+    _told: int = 0
 
     @property
     @abc.abstractmethod
@@ -43,13 +46,23 @@ class Experiment(abc.ABC):
     def advance(self) -> dict[str, str]:
         """Do one unit, append to the records what was measured; say what the bar shows."""
 
+    @abc.abstractmethod
     def share(self, ranks: Ranks) -> None:
-        """Divide each unit of work over the processes that ``torchrun`` started."""
-        if ranks.size > 1:
-            raise InnerLoopError(
-                f"This experiment runs in one process, not in the {ranks.size} that torchrun "
-                "started. Start it without torchrun."
-            )
+        """Divide the work over the processes that ``torchrun`` started."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this process has records that :meth:`news` has not told."""
+        return len(self.records) > self._told
+
+    def news(self) -> list[dict[str, Any]]:
+        """The records since it was last asked for them."""
+        found = self.records[self._told :]
+        self._told += len(found)
+        return found
+
+    def exchange(self) -> None:  # noqa: B027
+        """Let every process know what the others did, where each works by itself."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -77,6 +90,7 @@ class Experiment(abc.ABC):
         try:
             self.done, self.seconds = state["done"], state["seconds"]
             self.records = state["records"]
+            self._told = len(self.records)
             self.load_state_dict(state["state"])
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise InnerLoopError(
@@ -89,21 +103,25 @@ def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = A
     """Go on to the end, or until asked to stop. Whether it is the end."""
     saved = time.monotonic()
     while experiment.done < experiment.total:
-        known, began = len(experiment.records), time.perf_counter()
+        began = time.perf_counter()
         shown = experiment.advance()
-        experiment.done += 1
+        experiment.done += experiment.width
         experiment.seconds += time.perf_counter() - began
-        found = experiment.records[known:]
+        bar.advance(shown, experiment.width)
+        late = time.monotonic() - saved > _SAVE_AFTER
+        asked, late, news = ranks.any(stop.asked, late, experiment.has_news)
+        asked = asked and experiment.done < experiment.total
+        if not (asked or late or news):
+            continue
+        experiment.exchange()
+        found = experiment.news()
         for record in found:
             record["seconds"] = experiment.seconds
-        bar.advance(shown)
-        asked = ranks.any(stop.asked) and experiment.done < experiment.total
-        if found and ranks.first:
+        if ranks.first:
             run.write_metrics(experiment.records)
             bar.record(found)
-        if ranks.first and (found or asked or time.monotonic() - saved > _SAVE_AFTER):
             run.save(experiment._whole_state())
-            saved = time.monotonic()
+        saved = time.monotonic()
         if asked:
             return False
     return True

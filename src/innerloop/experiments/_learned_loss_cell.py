@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import innerloop as il
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._learned_loss_problems import PROBLEMS, Tasks
+from innerloop.experiments._parts import Part
 from innerloop.learned import LearnedLoss
 
 # Apart from each other, and from the training tasks and weights of every seed.
@@ -25,7 +26,7 @@ def step_numbers(config: Any, step: int) -> list[float]:
     return [float(k == at) for k in range(config.steps)] if config.read_step else []
 
 
-class Cell:
+class Cell(Part):
     """Meta-updates, then one unit for each rate of the task's loss, then the comparison."""
 
     def __init__(self, config: Any, name: str, seed: int) -> None:
@@ -36,10 +37,8 @@ class Cell:
         self.inner = self._loop(self.problem.build(0), config.inner_lr, self.criterion)
         self.meta = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(seed)
-        self.done = 0
         self.tuned: dict[str, list[float]] = {}
         """Errors of the task's loss at steps and horizon, by rate."""
-        self.found: dict[str, Any] | None = None
 
     @staticmethod
     def units(config: Any, name: str) -> int:
@@ -63,7 +62,6 @@ class Cell:
             "criterion": self.criterion.state_dict(),
             "meta": self.meta.state_dict(),
             "generator": self.generator.get_state(),
-            "done": self.done,
             "tuned": self.tuned,
         }
 
@@ -71,29 +69,31 @@ class Cell:
         self.criterion.load_state_dict(state["criterion"])
         self.meta.load_state_dict(state["meta"])
         self.generator.set_state(state["generator"])
-        self.done, self.tuned = state["done"], state["tuned"]
+        self.tuned = state["tuned"]
+
+    def kept(self) -> dict[str, Any]:
+        return {name: tensor.clone() for name, tensor in self.criterion.state_dict().items()}
 
     # --- work ---------------------------------------------------------------------------------
 
-    def advance(self) -> dict[str, str]:
-        place, rates = self.done - self.config.iterations, self.problem.rates
-        self.done += 1
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        place, rates = unit - self.config.iterations, self.problem.rates
         if place < 0:
-            shown = {"loss": f"{self._update():.3f}"}
+            shown = {"loss": f"{self._update(unit):.3f}"}
         elif place < len(rates):
             self.tuned[str(rates[place])] = self._tune(rates[place])
             shown = {"rate": f"{rates[place]:g}"}
         else:
-            self.found = self._compare()
-            shown = {"steps needed": str(self.found["steps_needed"])}
+            records.append(self._compare())
+            shown = {"steps needed": str(records[-1]["steps_needed"])}
         return {"problem": self.name, "seed": str(self.seed)} | shown
 
-    def _update(self) -> float:
+    def _update(self, number: int) -> float:
         c = self.config
-        weights = self.problem.build(self.seed * _SEEDS_APART + self.done)
+        weights = self.problem.build(self.seed * _SEEDS_APART + number + 1)
         self.inner.model.load_state_dict(weights.state_dict())
         self.meta.param_groups[0]["lr"] = (
-            c.meta_lr * (1 + math.cos(math.pi * (self.done - 1) / c.iterations)) / 2
+            c.meta_lr * (1 + math.cos(math.pi * number / c.iterations)) / 2
         )
         tasks = self.problem.draw(self.generator, c.tasks, False)
         train = [self.batch(tasks.support, step) for step in range(c.steps)]

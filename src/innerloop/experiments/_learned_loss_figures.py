@@ -23,7 +23,7 @@ def draw(experiment: Any, folder: Path, result: dict[str, Any]) -> None:
     config = experiment.config
     _save(curves(experiment.records, config), folder / "curves.png")
     seen = set()
-    for (name, seed), weights in zip(config.cells, experiment.learned, strict=True):
+    for (name, seed), weights in zip(config.cells, experiment.kept, strict=True):
         torch.save(weights, folder / f"loss-{name}-{seed}.pt")
         if name not in seen:
             criterion = restored(name, weights)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import innerloop as il
 from innerloop.errors import InnerLoopError
+from innerloop.experiments._parts import Part
 from innerloop.experiments._pictures import Pictures, batch, drawn, stream
 from innerloop.models import DenseNetBC
 
@@ -69,11 +70,14 @@ def parameter_groups(model: DenseNetBC, how: str) -> list[dict[str, Any]]:
     return [{"params": params} for params in parts if params]
 
 
-class Cell:
-    """A model in training. ``config`` is that of the experiment."""
+class Cell(Part):
+    """A model in training. ``config`` is that of the experiment, ``steps`` those of an epoch."""
 
-    def __init__(self, config: Any, arm: str, seed: int, pictures: Pictures) -> None:
+    def __init__(self, config: Any, arm: str, seed: int, pictures: Pictures, steps: int) -> None:
         self.config, self.arm, self.seed, self.pictures = config, arm, seed, pictures
+        self.steps = steps
+        self.error: float | None = None
+        """On the test pictures, after the last epoch."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = DenseNetBC(growth=config.growth, depth=config.depth)
@@ -116,10 +120,11 @@ class Cell:
         parts = {"model": self.model, "optimizer": self.optimizer}
         if self.inner is not None:
             parts |= {"inner": self.inner, "meta_optimizer": self.meta_optimizer}
-        return {"loss": self.loss} | {name: part.state_dict() for name, part in parts.items()}
+        states = {name: part.state_dict() for name, part in parts.items()}
+        return {"loss": self.loss, "error": self.error} | states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss = state["loss"]
+        self.loss, self.error = state["loss"], state["error"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.inner is not None:
@@ -127,6 +132,14 @@ class Cell:
             self.meta_optimizer.load_state_dict(state["meta_optimizer"])
 
     # --- work ---------------------------------------------------------------------------------
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        epoch, number = divmod(unit, self.steps)
+        shown = {"run": f"{self.arm} {self.seed}", "loss": f"{self.step(epoch, number):.3f}"}
+        if number + 1 == self.steps:
+            records.append(self.end_epoch(epoch))
+            self.error = records[-1]["test_error"]
+        return shown if self.error is None else shown | {"error": f"{100 * self.error:.1f} %"}
 
     def step(self, epoch: int, number: int) -> float:
         """One ordinary step on the batch of this number in this epoch."""
@@ -142,10 +155,10 @@ class Cell:
         self._check(value.item(), epoch)
         return value.item()
 
-    def end_epoch(self, epoch: int, steps: int) -> dict[str, Any]:
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
         """Meta-update or schedule; what the epoch came to."""
         found: dict[str, Any] = {"arm": self.arm, "seed": self.seed, "epoch": epoch + 1}
-        found |= {"train_loss": self.loss / steps, "test_error": self.test_error()}
+        found |= {"train_loss": self.loss / self.steps, "test_error": self.test_error()}
         self.loss = 0.0
         if self.inner is not None:
             found["meta_loss"] = self._meta_update(self.inner, epoch)

@@ -36,9 +36,9 @@ class Bar:
         if self._events is not None:
             self._events.close()
 
-    def advance(self, shown: dict[str, str]) -> None:
+    def advance(self, shown: dict[str, str], units: int = 1) -> None:
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(1)
+        self._bar.update(units)
 
     def record(self, found: list[dict[str, Any]]) -> None:
         """Numbers as they are; of many under one name, the mean, the least and the most."""

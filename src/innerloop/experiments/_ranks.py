@@ -71,9 +71,25 @@ class Ranks(NamedTuple):
         whole[self.share(total)] = own
         return self.summed(whole)
 
-    def any(self, flag: bool) -> bool:
-        """Whether it holds for one of the processes at least."""
-        return flag if self.size == 1 else bool(self.summed(torch.tensor(int(flag))))
+    def any(self, *flags: bool) -> list[bool]:
+        """Of each flag, whether it holds for one of the processes at least."""
+        if self.size == 1:
+            return list(flags)
+        return self.summed(torch.tensor(flags, dtype=torch.int32)).bool().tolist()
+
+    def gathered(self, data: bytes) -> list[bytes]:
+        """What each process has to tell, on all of them."""
+        if self.size == 1:
+            return [data]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        sizes = self.summed(lengths).tolist()
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        rows[self.rank] = sent
+        for rank, row in enumerate(rows):
+            dist.broadcast(row, rank)
+        return [bytes(row.numpy()) for row in rows]
 
     def told(self, data: bytes | None) -> bytes | None:
         """What the first process has to tell, on all of them."""

@@ -19,6 +19,10 @@ class Sines(NamedTuple):
     support: tuple[Tensor, Tensor]
     query: tuple[Tensor, Tensor]
 
+    def tasks(self, chosen: slice) -> Sines:
+        """Some of them."""
+        return Sines(*((x[chosen], y[chosen]) for x, y in self))
+
 
 def draw_sines(generator: torch.Generator, tasks: int, *, query: Tensor | None = None) -> Sines:
     """Draw sine waves and their support points; the query points too, unless they are given."""

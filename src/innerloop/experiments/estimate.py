@@ -19,7 +19,8 @@ import torch
 from innerloop.experiments import _rare_character as rare
 from innerloop.experiments._command_line import check_choice, refuse
 from innerloop.experiments._estimate_cell import Cell
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
+from innerloop.experiments._parts import Parts
 
 ARMS = ("proxy", "reinforce", "evolution")
 
@@ -80,7 +81,7 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**PRESETS[preset], **given})
 
 
-class Comparison(Experiment):
+class Comparison(Parts):
     """All ways on all problems, one meta-update after another."""
 
     unit = "meta-updates"
@@ -88,12 +89,8 @@ class Comparison(Experiment):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.cells = [(s, arm) for s in range(config.seeds) for arm in config.names]
-        self.cell: Cell | None = None
         self._known: tuple[int, rare.Search] | None = None
-
-    @property
-    def total(self) -> int:
-        return len(self.cells) * self.config.updates
+        super().__init__([config.updates] * len(self.cells))
 
     def _problem(self, seed: int) -> rare.Search:
         c = self.config
@@ -101,45 +98,10 @@ class Comparison(Experiment):
             self._known = seed, rare.search(seed, c.characters, c.common, c.rare, c.noise)
         return self._known[1]
 
-    def _made(self) -> Cell:
-        number, arm = self.cells[self.done // self.config.updates]
-        seed = self.config.seed + number
+    def make(self, number: int) -> Cell:
+        seed, arm = self.cells[number]
+        seed += self.config.seed
         return Cell(self.config, arm, seed, self._problem(seed))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"cell": None if self._between else self.cell and self.cell.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["cell"] is not None:
-            self.cell = self._made()
-            self.cell.load_state_dict(state["cell"])
-
-    @property
-    def _between(self) -> bool:
-        """Whether the next update is the first of a cell."""
-        return self.done % self.config.updates == 0
-
-    def advance(self) -> dict[str, str]:
-        c, update = self.config, self.done % self.config.updates
-        if self._between:
-            self.cell = self._made()
-            self._record(0)
-        assert self.cell is not None
-        loss = self.cell.update()
-        if update + 1 == c.updates or (update + 1) % c.every == 0:
-            self._record(update + 1)
-        shown = {"seed": str(self.cell.seed), "by": self.cell.arm, "loss": f"{loss:.3f}"}
-        return shown | {"test F1": f"{self.records[-1]['f1']:.3f}"}
-
-    def _record(self, update: int) -> None:
-        cell = self.cell
-        assert cell is not None
-        learned = {
-            "lr": cell.inner.hyper["lr"].item(),
-            "weights": cell.inner.loss.log_weights.exp().tolist(),  # type: ignore[union-attr]
-        }
-        where = {"iteration": self.done + (update > 0), "arm": cell.arm, "seed": cell.seed}
-        self.records.append(where | {"update": update} | cell.tested() | {"learned": learned})
 
     def result(self) -> dict[str, Any]:
         """By arm, over seeds; ``start`` is before anything is learned."""

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 import innerloop as il
-from innerloop.errors import InnerLoopError
 from innerloop.experiments import _hyperopt_summary as summary
 from innerloop.experiments._command_line import check_choice, refuse
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
+from innerloop.experiments._hyperopt_cell import Cell, References
 from innerloop.experiments._hyperopt_data import DATASETS, pictures, split
-from innerloop.experiments._hyperopt_problem import RANGES, Problem, build, measured, references
+from innerloop.experiments._hyperopt_problem import RANGES, Problem, build
+from innerloop.experiments._parts import Part, Parts
 
 BACKWARD = ("tape", "remat", "binomial")
 _SLOTS = 8
@@ -133,23 +131,7 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**PRESETS[preset][dataset], **own, **given})
 
 
-@dataclasses.dataclass
-class Cell:
-    """One way to search with one seed, under way."""
-
-    values: list[float] = dataclasses.field(default_factory=list)
-    """The validation loss of each trial."""
-    best: torch.Tensor | None = None
-    """Hyperparameters of the least of them."""
-    raw: torch.Tensor | None = None
-    """Where the gradient has led."""
-    meta: dict[str, Any] | None = None
-    """State of its optimizer."""
-    cpu: float = 0.0
-    """Seconds of the processor."""
-
-
-class Search(Experiment):
+class Search(Parts):
     """All ways to search with all seeds, one trial after the other."""
 
     unit = "trials"
@@ -158,21 +140,17 @@ class Search(Experiment):
         self.config = config
         self._pictures = pictures(config.dataset, config.data)
         self._problems: dict[int, Problem] = {}
-        self.cell = Cell()
+        seeds = range(config.seed, config.seed + config.seeds)
+        self.cells = [(seed, arm) for seed in seeds for arm in config.arms]
         self.problem(config.seed)  # sizes that cannot be are refused before any work
+        super().__init__([config.arms[arm] for _, arm in self.cells])
 
-    @property
-    def total(self) -> int:
-        return self.config.seeds * sum(self.config.arms.values())
-
-    def place(self, unit: int) -> tuple[int, str, int]:
-        """The seed, the way to search, and the number of the trial."""
-        seed, rest = divmod(unit, sum(self.config.arms.values()))
-        for arm, count in self.config.arms.items():
-            if rest < count:
-                return self.config.seed + seed, arm, rest
-            rest -= count
-        raise AssertionError
+    def make(self, number: int) -> Part:
+        seed, arm = self.cells[number]
+        if arm == "references":
+            own = self.problem(seed)
+            return References(self.config, own, seed, lambda parts: self.build(seed, parts))
+        return Cell(self.config, self.problem(seed), seed, arm)
 
     def split(self, seed: int) -> Any:
         c = self.config
@@ -199,83 +177,6 @@ class Search(Experiment):
         if seed not in self._problems:
             self._problems = {seed: self.build(seed, self.split(seed))}
         return self._problems[seed]
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self.cell)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cell = Cell(**state)
-
-    # --- work ---------------------------------------------------------------------------------
-
-    def advance(self) -> dict[str, str]:
-        seed, arm, trial = self.place(self.done)
-        problem = self.problem(seed)
-        if arm == "references":
-            found = references(self.config.what, problem, lambda parts: self.build(seed, parts))
-            self.records.append({"seed": seed, "arm": arm, **found})
-            return {"seed": str(seed)}
-        if trial == 0:
-            self.cell = Cell()
-        began = time.process_time()
-        value = self._trial(problem, seed, arm, trial)
-        self.cell.cpu += time.process_time() - began
-        if trial == self.config.arms[arm] - 1:
-            self.records.append(self._record(problem, seed, arm))
-        return {"seed": str(seed), "arm": arm, "val": f"{value:.3f}"}
-
-    def _trial(self, problem: Problem, seed: int, arm: str, trial: int) -> float:
-        """One training, and its validation loss."""
-        cell = self.cell
-        if arm == "gradient":
-            tried, value = self._update(problem, trial)
-        else:
-            # The draws depend on the seed and the trial alone.
-            generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + trial)
-            tried = problem.draw(generator, shared=arm == "shared")
-            value = problem.value(tried)
-        value = value if math.isfinite(value) else math.inf
-        if value < min(cell.values, default=math.inf):
-            cell.best = tried
-        cell.values.append(value)
-        return value
-
-    def _update(self, problem: Problem, trial: int) -> tuple[torch.Tensor, float]:
-        """The loss at the present hyperparameters, which then follow its gradient."""
-        c, cell = self.config, self.cell
-        tried = problem.start if cell.raw is None else cell.raw
-        problem.set(tried)
-        meta = torch.optim.Adam([problem.raw], betas=(0.8, 0.9))
-        if cell.meta is not None:
-            meta.load_state_dict(cell.meta)
-        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * trial / c.updates)
-        (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
-        if not (loss.isfinite() and problem.raw.isfinite().all()):
-            raise InnerLoopError(
-                f"The validation loss or its gradient is not finite after {trial} updates: the "
-                f"training diverged. Try a smaller --inner-lr than {c.inner_lr}."
-            )
-        problem.clamp()
-        cell.raw, cell.meta = problem.raw.detach().clone(), meta.state_dict()
-        return tried, loss.item()
-
-    def _record(self, problem: Problem, seed: int, arm: str) -> dict[str, Any]:
-        cell = self.cell
-        if cell.best is None:
-            raise InnerLoopError(
-                f"Every training of the {arm} search diverged. Try a smaller --inner-lr than "
-                f"{self.config.inner_lr}."
-            )
-        problem.set(cell.best)
-        return {
-            "seed": seed,
-            "arm": arm,
-            **measured(problem),
-            "cpu": cell.cpu,
-            "trials": len(cell.values),
-            "least": summary.least_so_far(cell.values),
-            "numbers": cell.best.exp().tolist(),
-        }
 
     def result(self) -> dict[str, Any]:
         return summary.summary(self.config, self.records, self.problem(self.config.seed))

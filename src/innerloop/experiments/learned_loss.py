@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from innerloop.experiments._command_line import check_choice, refuse
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
 from innerloop.experiments._learned_loss_cell import Cell
 from innerloop.experiments._learned_loss_problems import PROBLEMS
+from innerloop.experiments._parts import Parts
 
 _BOTH = "both"
 
@@ -77,43 +78,15 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**PRESETS[preset], **given})
 
 
-class LearningLosses(Experiment):
+class LearningLosses(Parts):
     """A cell for each problem and seed, one after another."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.learned: list[dict[str, Any]] = []
-        """The weights of the losses that are done."""
-        self.cell = self._started()
+        super().__init__([Cell.units(config, name) for name, _ in config.cells])
 
-    @property
-    def total(self) -> int:
-        return sum(Cell.units(self.config, name) for name, _ in self.config.cells)
-
-    def _started(self) -> Cell | None:
-        cells = self.config.cells
-        place = len(self.learned)
-        return Cell(self.config, *cells[place]) if place < len(cells) else None
-
-    def state_dict(self) -> dict[str, Any]:
-        cell = None if self.cell is None else self.cell.state_dict()
-        return {"learned": self.learned, "cell": cell}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learned = state["learned"]
-        self.cell = self._started()
-        if self.cell is not None:
-            self.cell.load_state_dict(state["cell"])
-
-    def advance(self) -> dict[str, str]:
-        cell = self.cell
-        assert cell is not None
-        shown = cell.advance()
-        if cell.found is not None:
-            self.records.append(cell.found)
-            self.learned.append({n: t.clone() for n, t in cell.criterion.state_dict().items()})
-            self.cell = self._started()
-        return shown
+    def make(self, number: int) -> Cell:
+        return Cell(self.config, *self.config.cells[number])
 
     def result(self) -> dict[str, Any]:
         names = dict.fromkeys(name for name, _ in self.config.cells)

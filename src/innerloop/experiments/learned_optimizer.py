@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from innerloop.experiments import _tuned
 from innerloop.experiments._command_line import check_choice, refuse
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
 from innerloop.experiments._meta_trained import BY, KINDS, MetaTraining
 from innerloop.experiments._optimizees import FAMILIES, Family
+from innerloop.experiments._parts import Part, Parts
 
 _TUNE_SEED, _HELD_OUT_SEED = 1_000_003, 2_000_003
 PROBLEMS = (*FAMILIES, "both")
@@ -114,10 +115,79 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**PRESETS[preset], **given})
 
 
-class Comparison(Experiment):
-    """For each problem: rates are tuned; then, for each seed, an optimizer is learned and judged.
+def problems(family: Family, config: Config, seed: int, unseen: bool) -> Iterator[Any]:
+    """Batches of as many problems as a comparison has, some for each start of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    tasks = config.held_out // family.starts
+    for _ in range(family.starts):
+        family.begin(generator)
+        yield family.draw(generator, tasks, config.longer + 1, unseen)
 
-    A unit of work is the tuning, one episode of a meta-training, or one comparison.
+
+class Cell(Part):
+    """An optimizer that is learned from one seed, and then compared."""
+
+    def __init__(self, experiment: Comparison, problem: str, seed: int) -> None:
+        self.experiment, self.problem, self.seed = experiment, problem, seed
+        self.config, self.family = experiment.config.of(problem), experiment.families[problem]
+        self.training = MetaTraining(self.family, self.config, self.config.episodes, seed)
+        self.curves: dict[str, list[float]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.training.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.training.load_state_dict(state)
+
+    def kept(self) -> dict[str, Any]:
+        return {"rates": self.experiment.rates(self.problem), "curves": self.curves}
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        shown = {"problem": self.problem, "seed": str(self.seed)}
+        if unit < self.config.episodes:
+            return shown | {"loss": f"{self.training.episode(unit):.3f}"}
+        records.append(self._compared())
+        return shown
+
+    def _compared(self) -> dict[str, Any]:
+        config, family = self.config, self.family
+        rates = self.experiment.rates(self.problem)
+        chosen = {k: _distinct(rates[k]) for k in _tuned.KINDS}
+        found: dict[str, list[Tensor]] = {k: [] for k in (config.optimizer, *chosen)}
+        for batches in problems(family, config, _HELD_OUT_SEED + self.seed, unseen=True):
+            found[config.optimizer].append(self.training.curves(batches)[None])
+            tasks = config.held_out // family.starts
+            for kind, own in chosen.items():
+                found[kind].append(_tuned.curves(kind, own, family, batches, tasks))
+        # [rates, steps] each
+        means = {kind: torch.cat(known, 1).mean(1) for kind, known in found.items()}
+        # The curve that is drawn: with the rate that is best for the training horizon.
+        drawn = {k: _of(rates, k, m, config.horizon, "mean") for k, m in means.items()}
+        self.curves = {kind: curve.tolist() for kind, curve in drawn.items()}
+        losses = {kind: self._judged(rates, kind, m) for kind, m in means.items()}
+        return {"problem": self.problem, "seed": self.seed, "losses": losses}
+
+    def _judged(self, rates: Any, kind: str, means: Tensor) -> dict[str, dict[str, float]]:
+        return {
+            str(h): {
+                metric: _tuned.measured(_of(rates, kind, means, h, metric), h, metric).item()
+                for metric in _tuned.METRICS
+            }
+            for h in self.config.horizons
+        }
+
+
+def _of(rates: Any, kind: str, means: Tensor, horizon: int, metric: str) -> Tensor:
+    """The curve with the rate that is best by a metric at a horizon. [steps]"""
+    if kind not in _tuned.KINDS:
+        return means[0]
+    return means[_distinct(rates[kind]).index(rates[kind][str(horizon)][metric])]
+
+
+class Comparison(Parts):
+    """For each problem and seed, an optimizer is learned and judged beside tuned ones.
+
+    A unit of work is one episode of a meta-training, or one comparison.
     """
 
     unit = "episodes"
@@ -125,128 +195,52 @@ class Comparison(Experiment):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.families = {name: FAMILIES[name]() for name in config.problems}
-        self.rates: dict[str, Any] = {}
-        """The best ones: problem, optimizer, horizon, metric -> rate."""
-        self.cells: list[dict[str, Any]] = []
-        """What finished comparisons found."""
-        self.training: MetaTraining | None = None
-        self.plan = [unit for name in config.problems for unit in self._units(name)]
+        seeds = range(config.seed, config.seed + config.seeds)
+        self.cells = [(name, seed) for name in config.problems for seed in seeds]
+        self._rates: dict[str, Any] = {}
+        super().__init__([config.of(name).episodes + 1 for name, _ in self.cells])
 
-    def _units(self, problem: str) -> list[tuple[str, int, int]]:
-        """(problem, seed, episode), with -1 for what comes before and after the episodes."""
-        c = self.config
-        episodes = c.of(problem).episodes
-        return [
-            (problem, -1, 0),
-            *((problem, s, e) for s in range(c.seeds) for e in (*range(episodes), -1)),
-        ]
+    def make(self, number: int) -> Cell:
+        problem, seed = self.cells[number]
+        return Cell(self, problem, seed)
 
-    @property
-    def total(self) -> int:
-        return len(self.plan)
-
-    def advance(self) -> dict[str, str]:
-        problem, seed, episode = self.plan[self.done]
-        family = self.families[problem]
-        if seed < 0:
-            self.rates[problem] = self._tuned(family, self.config.of(problem))
-            return {"problem": problem}
-        training = self._training(problem, seed)
-        if episode < 0:
-            self._compare(problem, seed, training)
-            self.training = None
-            return {"problem": problem, "seed": str(seed)}
-        loss = training.episode(episode)
-        return {"problem": problem, "seed": str(seed), "loss": f"{loss:.3f}"}
-
-    def _training(self, problem: str, seed: int) -> MetaTraining:
-        if self.training is None:
-            own = self.config.of(problem)
-            family = self.families[problem]
-            self.training = MetaTraining(family, own, own.episodes, self.config.seed + seed)
-        return self.training
-
-    def _problems(self, family: Family, config: Config, seed: int, unseen: bool) -> Any:
-        """Batches of as many problems as a comparison has, some for each start of the model."""
-        generator = torch.Generator().manual_seed(seed)
-        tasks = config.held_out // family.starts
-        for _ in range(family.starts):
-            family.begin(generator)
-            yield family.draw(generator, tasks, config.longer + 1, unseen)
-
-    def _tuned(self, family: Family, config: Config) -> dict[str, Any]:
-        seed, tasks = _TUNE_SEED + config.seed, config.held_out // family.starts
-        found: dict[str, list[Tensor]] = {kind: [] for kind in _tuned.KINDS}
-        for batches in self._problems(family, config, seed, unseen=False):
-            for kind, known in found.items():
-                known.append(_tuned.curves(kind, _tuned.RATES, family, batches, tasks))
-        return {k: _tuned.best_rates(torch.cat(v, 1), config.horizons) for k, v in found.items()}
-
-    def _compare(self, problem: str, seed: int, training: MetaTraining) -> None:
-        config, family = self.config.of(problem), self.families[problem]
-        chosen = {k: _distinct(self.rates[problem][k]) for k in _tuned.KINDS}
-        found: dict[str, list[Tensor]] = {k: [] for k in (config.optimizer, *chosen)}
-        held_out = _HELD_OUT_SEED + config.seed + seed
-        for batches in self._problems(family, config, held_out, unseen=True):
-            found[config.optimizer].append(training.curves(batches)[None])
-            tasks = config.held_out // family.starts
-            for kind, rates in chosen.items():
-                found[kind].append(_tuned.curves(kind, rates, family, batches, tasks))
-        # [rates, steps] each
-        means = {kind: torch.cat(known, 1).mean(1) for kind, known in found.items()}
-        cell = {"problem": problem, "seed": config.seed + seed}
-        cell |= {"losses": {k: self._judged(problem, k, m) for k, m in means.items()}}
-        curves = {k: self._curve(problem, k, m).tolist() for k, m in means.items()}
-        self.cells.append(cell | {"curves": curves})
-        self.records.append({"iteration": len(self.cells), **cell})
-
-    def _judged(self, problem: str, kind: str, means: Tensor) -> dict[str, dict[str, float]]:
-        return {
-            str(h): {
-                metric: _tuned.measured(self._of(problem, kind, means, h, metric), h, metric).item()
-                for metric in _tuned.METRICS
+    def rates(self, problem: str) -> dict[str, Any]:
+        """The best ones, which depend on no seed: optimizer, horizon, metric -> rate."""
+        for (name, _), kept in zip(self.cells, self.kept, strict=True):
+            if name == problem and kept:
+                return kept["rates"]
+        if problem not in self._rates:
+            config, family = self.config.of(problem), self.families[problem]
+            seed, tasks = _TUNE_SEED + config.seed, config.held_out // family.starts
+            found: dict[str, list[Tensor]] = {kind: [] for kind in _tuned.KINDS}
+            for batches in problems(family, config, seed, unseen=False):
+                for kind, known in found.items():
+                    known.append(_tuned.curves(kind, _tuned.RATES, family, batches, tasks))
+            self._rates[problem] = {
+                k: _tuned.best_rates(torch.cat(v, 1), config.horizons) for k, v in found.items()
             }
-            for h in self.config.horizons
-        }
-
-    def _curve(self, problem: str, kind: str, means: Tensor) -> Tensor:
-        """The curve that is drawn: with the rate that is best for the training horizon."""
-        return self._of(problem, kind, means, self.config.horizon, "mean")
-
-    def _of(self, problem: str, kind: str, means: Tensor, horizon: int, metric: str) -> Tensor:
-        """The curve with the rate that is best by a metric at a horizon. [steps]"""
-        if kind not in _tuned.KINDS:
-            return means[0]
-        rates = self.rates[problem][kind]
-        return means[_distinct(rates).index(rates[str(horizon)][metric])]
-
-    # --- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        training = None if self.training is None else self.training.state_dict()
-        return {"rates": self.rates, "cells": self.cells, "training": training}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates, self.cells = state["rates"], state["cells"]
-        if state["training"] is not None:
-            problem, seed, _ = self.plan[self.done]
-            self._training(problem, seed).load_state_dict(state["training"])
+        return self._rates[problem]
 
     # --- the end ------------------------------------------------------------------------------
 
     def result(self) -> dict[str, Any]:
         summary = {problem: self._summary(problem) for problem in self.config.problems}
+        cells = [
+            {"problem": r["problem"], "seed": r["seed"], "losses": r["losses"]}
+            | {"curves": kept["curves"]}
+            for r, kept in zip(self.records, self.kept, strict=True)
+        ]
         return {
             "optimizer": self.config.optimizer,
             "summary": summary,
-            "rates": self.rates,
+            "rates": {problem: self.rates(problem) for problem in self.config.problems},
             "rate_grid": [min(_tuned.RATES), max(_tuned.RATES), len(_tuned.RATES)],
-            "cells": self.cells,
+            "cells": cells,
         }
 
     def _summary(self, problem: str) -> dict[str, Any]:
         """Mean and spread over seeds: optimizer, horizon, metric."""
-        cells = [cell["losses"] for cell in self.cells if cell["problem"] == problem]
+        cells = [record["losses"] for record in self.records if record["problem"] == problem]
         adam = [cell["adam"] for cell in cells]
         return {
             kind: {

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import innerloop as il
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import check_choice, refuse
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
+from innerloop.experiments._parts import Part, Parts
 from innerloop.experiments._worlds import WORLDS
 from innerloop.policies import expected_return
 
@@ -93,7 +94,7 @@ def halved_later(step: int) -> float:
     return 1.0 if step == 0 else 0.5
 
 
-class Learner:
+class Learner(Part):
     """A policy in a family of worlds, the inner loop that adapts it, and what trains both."""
 
     def __init__(self, config: Config, seed: int) -> None:
@@ -114,6 +115,8 @@ class Learner:
         )
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(seed)
+        self.earned: list[float] = []
+        """After adaptation, at every update."""
 
     def loss(self, policy: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Minus the surrogate of episodes sampled with these weights; and their mean return."""
@@ -129,6 +132,29 @@ class Learner:
         """The randomness of that many samples of episodes in each task."""
         number = episodes or self.config.episodes
         return [self.world.batch(self.policy, tasks, number, generator) for _ in range(count)]
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        c, loss = self.config, self.update()
+        if not math.isfinite(loss):
+            raise InnerLoopError(
+                f"The loss of seed {self.seed} is {loss}: training diverged. Try a smaller "
+                f"--inner-lr or --meta-lr than {c.inner_lr} and {c.meta_lr}."
+            )
+        self.earned.append(-loss / self.world.scale)
+        if unit + 1 == c.iterations:
+            records.append(self._record())
+        return {"seed": str(self.seed), "after a step": f"{self.earned[-1]:.2f}"}
+
+    def _record(self) -> dict[str, Any]:
+        returns = self.returns()
+        spread = returns.std(1) / math.sqrt(returns.shape[1])
+        return {
+            "seed": self.seed,
+            "returns": returns.mean(1).tolist(),
+            "intervals": (1.96 * spread).tolist(),
+            "better": (returns[1] > returns[0]).double().mean().item(),
+            "rates": self.inner.hyper["lr"].tolist(),
+        }
 
     def update(self) -> float:
         """One outer step on a meta-batch; the loss before it."""
@@ -166,69 +192,44 @@ class Learner:
             "inner": self.inner.state_dict(),
             "meta_optimizer": self.meta_optimizer.state_dict(),
             "generator": self.generator.get_state(),
+            "earned": self.earned,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
         self.meta_optimizer.load_state_dict(state["meta_optimizer"])
         self.generator.set_state(state["generator"])
+        self.earned = state["earned"]
+
+    def kept(self) -> dict[str, Any]:
+        return self.state_dict()
 
 
 def _of(batch: tuple[Tensor, ...], task: int) -> tuple[Tensor, ...]:
     return tuple(part[task] for part in batch)
 
 
-class Training(Experiment):
+class Training(Parts):
     """All seeds, one after another."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.learner = Learner(config, config.seed)
-        self.curves: list[list[float]] = [[]]
-        """For each seed, what its policy earns after adaptation, at every update."""
+        super().__init__([config.iterations] * config.seeds)
+
+    def make(self, number: int) -> Learner:
+        return Learner(self.config, self.config.seed + number)
 
     @property
-    def total(self) -> int:
-        return self.config.seeds * self.config.iterations
+    def curves(self) -> list[list[float]]:
+        """For each seed, what its policy earns after adaptation, at every update."""
+        return [kept["earned"] for kept in self.kept]
 
-    def state_dict(self) -> dict[str, Any]:
-        learner = self.learner
-        return {"seed": learner.seed, "learner": learner.state_dict(), "curves": self.curves}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learner = Learner(self.config, state["seed"])
-        self.learner.load_state_dict(state["learner"])
-        self.curves = state["curves"]
-
-    def advance(self) -> dict[str, str]:
-        c = self.config
-        seed = c.seed + self.done // c.iterations
-        if seed != self.learner.seed:
-            self.learner = Learner(c, seed)
-            self.curves.append([])
-        loss = self.learner.update()
-        if not math.isfinite(loss):
-            raise InnerLoopError(
-                f"The loss of seed {seed} is {loss}: training diverged. Try a smaller --inner-lr "
-                f"or --meta-lr than {c.inner_lr} and {c.meta_lr}."
-            )
-        earned = -loss / self.learner.world.scale
-        self.curves[-1].append(earned)
-        if (self.done + 1) % c.iterations == 0:
-            self.records.append(self._record(seed))
-        return {"seed": str(seed), "after a step": f"{earned:.2f}"}
-
-    def _record(self, seed: int) -> dict[str, Any]:
-        returns = self.learner.returns()
-        spread = returns.std(1) / math.sqrt(returns.shape[1])
-        return {
-            "iteration": self.done + 1,
-            "seed": seed,
-            "returns": returns.mean(1).tolist(),
-            "intervals": (1.96 * spread).tolist(),
-            "better": (returns[1] > returns[0]).double().mean().item(),
-            "rates": self.learner.inner.hyper["lr"].tolist(),
-        }
+    @property
+    def learner(self) -> Learner:
+        """The last one, as it ended."""
+        learner = self.make(self.config.seeds - 1)
+        learner.load_state_dict(self.kept[-1])
+        return learner
 
     def result(self) -> dict[str, Any]:
         keys = ("seed", "returns", "intervals", "better")

@@ -17,8 +17,10 @@ import torch
 
 from innerloop.experiments import _pictures
 from innerloop.experiments._command_line import check_choice, refuse
-from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._experiment import command
 from innerloop.experiments._meta_lr_cell import ARMS, GROUPS, OPTIMIZERS, STRATEGIES, Cell
+from innerloop.experiments._parts import Parts
+from innerloop.experiments._ranks import local_device
 
 TRANSFORMS = ("none", "log", "softplus")
 
@@ -127,62 +129,29 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     return Config(**{**PRESETS[preset], **given})
 
 
-class MetaLr(Experiment):
+class MetaLr(Parts):
     """All arms and seeds; a unit of work is one training step."""
 
     unit = "steps"
 
     def __init__(self, config: Config) -> None:
+        config = dataclasses.replace(config, device=local_device(config.device))
         self.config = config
         loaded = _pictures.load(config.data, config.shapes, config.device)
         self.train, self.test, self.source = loaded
         # Seed after seed: a run that is looked at half done has compared something.
         seeds = range(config.seed, config.seed + config.seeds)
         self.cells = [(arm, seed) for seed in seeds for arm in config.arms.split(",")]
-        self.cell: Cell | None = None
-        self.shown: dict[str, str] = {}
         pictures = self._pictures(config.seed)
         self.steps = math.ceil(len(pictures.train.labels) / config.batch)
+        super().__init__([config.epochs * self.steps] * len(self.cells))
 
     def _pictures(self, seed: int) -> _pictures.Pictures:
         return _pictures.split(self.train, self.test, self.source, self.config.val_part, seed)
 
-    @property
-    def _of_a_cell(self) -> int:
-        return self.config.epochs * self.steps
-
-    @property
-    def total(self) -> int:
-        return len(self.cells) * self._of_a_cell
-
-    def _current(self) -> Cell:
-        """The cell under way, or the next one where one has just ended."""
-        if self.cell is None:
-            arm, seed = self.cells[self.done // self._of_a_cell]
-            self.cell = Cell(self.config, arm, seed, self._pictures(seed))
-        return self.cell
-
-    def state_dict(self) -> dict[str, Any]:
-        cell = None if self.cell is None else self.cell.state_dict()
-        return {"cell": cell, "shown": self.shown}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shown = state["shown"]
-        if state["cell"] is not None:
-            self._current().load_state_dict(state["cell"])
-
-    def advance(self) -> dict[str, str]:
-        cell = self._current()
-        epoch, number = divmod(self.done % self._of_a_cell, self.steps)
-        value = cell.step(epoch, number)
-        self.shown |= {"run": f"{cell.arm} {cell.seed}", "loss": f"{value:.3f}"}
-        if number + 1 == self.steps:
-            record = cell.end_epoch(epoch, self.steps) | {"iteration": self.done + 1}
-            self.records.append(record)
-            self.shown["error"] = f"{100 * record['test_error']:.1f} %"
-            if epoch + 1 == self.config.epochs:
-                self.cell = None
-        return self.shown
+    def make(self, number: int) -> Cell:
+        arm, seed = self.cells[number]
+        return Cell(self.config, arm, seed, self._pictures(seed), self.steps)
 
     def result(self) -> dict[str, Any]:
         """Test errors of every arm after the last epoch, and over all epochs."""

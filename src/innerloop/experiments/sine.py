@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import innerloop as il
 from innerloop.experiments._command_line import check_choice, refuse
 from innerloop.experiments._experiment import Experiment, command
+from innerloop.experiments._ranks import ALONE, Ranks
 from innerloop.experiments._sines import HIGH, LOW, Sines, build_net, draw_sines, squared_error
 
 REPORTED_STEPS = (0, 1, 5, 10)
@@ -87,6 +88,13 @@ class Comparison(Experiment):
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(config.seed)
         self.running = math.nan
+        self.ranks: Ranks = ALONE
+
+    def share(self, ranks: Ranks) -> None:
+        """Each process takes some of the sines of an update."""
+        if self.config.tasks < ranks.size:
+            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")
+        self.ranks = ranks
 
     @property
     def total(self) -> int:
@@ -97,27 +105,31 @@ class Comparison(Experiment):
             # The second net sees the sines that the first one saw.
             self.generator.manual_seed(self.config.seed)
             self.running = math.nan
-        sines = draw_sines(self.generator, self.config.tasks)
+        sines = draw_sines(self.generator, self.config.tasks).tasks(
+            self.ranks.share(self.config.tasks)
+        )
         first = self.done < self.config.iterations
         loss = self._meta_learn(sines) if first else self._pretrain(sines)
         self.running = loss if math.isnan(self.running) else 0.98 * self.running + 0.02 * loss
         return {"net": MAML if first else PRETRAINED, "loss": f"{self.running:.3f}"}
 
     def _meta_learn(self, sines: Sines) -> float:
-        self.meta.zero_grad()
         train = [sines.support] * self.config.steps
-        meta_loss = self.inner(train, sines.query, tasks=_WAY).mean()
-        meta_loss.backward()
-        self.meta.step()
-        return meta_loss.item()
+        loss = self.inner(train, sines.query, tasks=_WAY).mean()
+        return self._step(self.meta, loss, len(sines.support[0]))
 
     def _pretrain(self, sines: Sines) -> float:
-        self.optimizer.zero_grad()
         x, y = map(torch.cat, zip(sines.support, sines.query, strict=True))
-        loss = squared_error(self.net, (x, y))
+        return self._step(self.optimizer, squared_error(self.net, (x, y)), len(sines.support[0]))
+
+    def _step(self, optimizer: torch.optim.Optimizer, mean: Tensor, own: int) -> float:
+        """One step, by this process's mean over its own sines and those of the others."""
+        loss = mean * (own / self.config.tasks)
+        optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()
-        return loss.item()
+        self.ranks.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
+        optimizer.step()
+        return self.ranks.summed(loss.detach()).item()
 
     def state_dict(self) -> dict[str, Any]:
         return {

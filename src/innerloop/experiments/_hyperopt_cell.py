@@ -1,0 +1,119 @@
+"""Parts of a search: one way to search, with one seed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import innerloop as il
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import _hyperopt_summary as summary
+from innerloop.experiments._hyperopt_problem import Problem, measured, references
+from innerloop.experiments._parts import Part
+
+
+class References(Part):
+    """What a seed's search is compared with."""
+
+    def __init__(
+        self, config: Any, problem: Problem, seed: int, build: Callable[[Any], Problem]
+    ) -> None:
+        self.config, self.problem, self.seed, self.build = config, problem, seed, build
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        found = references(self.config.what, self.problem, self.build)
+        records.append({"seed": self.seed, "arm": "references", **found})
+        return {"seed": str(self.seed)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It has none: it is a single unit."""
+
+
+class Cell(Part):
+    """One way to search with one seed."""
+
+    def __init__(self, config: Any, problem: Problem, seed: int, arm: str) -> None:
+        self.config, self.problem, self.seed, self.arm = config, problem, seed, arm
+        self.values: list[float] = []
+        """The validation loss of each trial."""
+        self.best: torch.Tensor | None = None
+        """Hyperparameters of the least of them."""
+        self.raw: torch.Tensor | None = None
+        """Where the gradient has led."""
+        self.meta: dict[str, Any] | None = None
+        """State of its optimizer."""
+        self.cpu = 0.0
+        """Seconds of the processor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("values", "best", "raw", "meta", "cpu")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.best, self.raw = state["values"], state["best"], state["raw"]
+        self.meta, self.cpu = state["meta"], state["cpu"]
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        began = time.process_time()
+        value = self.trial(unit)
+        self.cpu += time.process_time() - began
+        if unit == self.config.arms[self.arm] - 1:
+            records.append(self._record())
+        return {"seed": str(self.seed), "arm": self.arm, "val": f"{value:.3f}"}
+
+    def trial(self, number: int) -> float:
+        """One training, and its validation loss."""
+        if self.arm == "gradient":
+            tried, value = self._update(number)
+        else:
+            # The draws depend on the seed and the trial alone.
+            generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + number)
+            tried = self.problem.draw(generator, shared=self.arm == "shared")
+            value = self.problem.value(tried)
+        value = value if math.isfinite(value) else math.inf
+        if value < min(self.values, default=math.inf):
+            self.best = tried
+        self.values.append(value)
+        return value
+
+    def _update(self, number: int) -> tuple[torch.Tensor, float]:
+        """The loss at the present hyperparameters, which then follow its gradient."""
+        c, problem = self.config, self.problem
+        tried = problem.start if self.raw is None else self.raw
+        problem.set(tried)
+        meta = torch.optim.Adam([problem.raw], betas=(0.8, 0.9))
+        if self.meta is not None:
+            meta.load_state_dict(self.meta)
+        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * number / c.updates)
+        (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
+        if not (loss.isfinite() and problem.raw.isfinite().all()):
+            raise InnerLoopError(
+                f"The validation loss or its gradient is not finite after {number} updates: the "
+                f"training diverged. Try a smaller --inner-lr than {c.inner_lr}."
+            )
+        problem.clamp()
+        self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
+        return tried, loss.item()
+
+    def _record(self) -> dict[str, Any]:
+        if self.best is None:
+            raise InnerLoopError(
+                f"Every training of the {self.arm} search diverged. Try a smaller --inner-lr than "
+                f"{self.config.inner_lr}."
+            )
+        self.problem.set(self.best)
+        return {
+            "seed": self.seed,
+            "arm": self.arm,
+            **measured(self.problem),
+            "cpu": self.cpu,
+            "trials": len(self.values),
+            "least": summary.least_so_far(self.values),
+            "numbers": self.best.exp().tolist(),
+        }
