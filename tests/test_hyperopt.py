@@ -166,7 +166,8 @@ def test_wrong_settings_are_refused(
 
 def test_a_training_that_diverges_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(flags(tmp_path / "run", inner_lr="1e30")) == 2
-    assert "learning rate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "smaller --inner-lr" in error and "seed 0" in error
 
 
 def test_a_trial_that_diverges_is_only_a_bad_one() -> None:

@@ -244,3 +244,75 @@ def test_killed_at_random_20_times(tmp_path: Path) -> None:
     done = subprocess.run([*command, "maml", "--resume", str(folder)], env=environment)
     assert done.returncode == 0
     assert untimed(folder) == untimed(tmp_path / "whole")
+
+
+# What is noticed before any work, and what is survived. -------------------------------------------
+
+
+def test_too_few_classes_are_noticed_before_any_work(
+    tmp_path: Path, glyphs: data.Splits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "run", way="9")) == 2
+    assert "The val split cannot be used" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_must_be_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = data.glyphs(train=8, val=8, test=8)
+    narrow = [data.Images(p.pixels[..., :20].clone(), p.offsets, p.names) for p in drawn]
+    monkeypatch.setattr(data, "load", lambda *_, **__: data.Splits(*narrow))
+    assert main(flags(tmp_path / "run")) == 2
+    assert "28 high and 20 wide" in capsys.readouterr().err
+
+
+def test_a_dense_net_of_any_size_is_built() -> None:
+    config = maml.configured({"model": "densenet-bc-4-10"}, "quick")
+    assert config.filters is None and maml.Training(config).learner.model is not None
+    with pytest.raises(InnerLoopError):
+        maml.Training(maml.configured({"model": "densenet-bc-4-11"}, "quick"))
+
+
+def test_tasks_that_diverge_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "run", inner_lr="1e30", nonfinite="skip")) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert last["skipped"] == 6 and last["diverged"] > 0 and last["train_loss"] is None
+    assert "Left out: 6 updates" in capsys.readouterr().out
+
+
+def test_a_validation_task_that_diverges_is_told_in_the_words_of_the_command() -> None:
+    training = maml.Training(maml.Config(model="mlp", filters=8, tasks=2, inner_lr=1e30))
+    with pytest.raises(InnerLoopError, match="--nonfinite skip"):
+        training.accuracies(training.splits.val, 2, 0)
+
+
+def test_the_diverging_task_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = maml.Training(maml.Config(model="mlp", filters=8, tasks=4, nonfinite="stop"))
+    episode = training.sampler.sample()
+    episode.support.x[2] = torch.nan
+    learner = training.learner
+    with pytest.raises(InnerLoopError, match=r"task 3 is not finite in step 1, with weights as"):
+        learner.update(episode, [0.0] * 4 + [1.0], first_order=False)
+
+
+def test_a_run_goes_on_with_data_that_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, glyphs: data.Splits
+) -> None:
+    asked = []
+
+    def load(*_: object, root: Path | None = None, **__: object) -> data.Splits:
+        asked.append(root)
+        return glyphs
+
+    monkeypatch.setattr(data, "load", load)
+    monkeypatch.setenv("INNERLOOP_DATA", str(tmp_path / "first"))
+    out = tmp_path / "run"
+    assert main(flags(out, dataset="omniglot")) == 0
+    monkeypatch.delenv("INNERLOOP_DATA")
+    assert main(["maml", "--resume", str(out)]) == 0
+    assert main(["maml", "--resume", str(out), "--data", str(tmp_path / "second")]) == 0
+    assert asked == [tmp_path / "first", tmp_path / "first", tmp_path / "second"]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
 from innerloop.experiments import _pictures, meta_lr
 from innerloop.experiments._coloured_shapes import coloured_shapes
 from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
@@ -335,3 +336,47 @@ def test_the_example_learns_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < abs(rate - 0.01) < 0.012 for rate in learned)
     assert max(abs(rate - 0.01) for rate in learned) > 2e-3
     assert len(capsys.readouterr().out.splitlines()) == 10
+
+
+# What goes wrong. ---------------------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Cell.step
+
+    def diverging(made: Cell, epoch: int, number: int) -> float:
+        if made.arm == "meta" and epoch == 1:
+            made._check(float("nan"), epoch)
+        return step(made, epoch, number)
+
+    monkeypatch.setattr(Cell, "step", diverging)
+    assert main(flags(tmp_path / "run", arms="meta, fixed")) == 0
+    assert "diverged with seed 0" in capsys.readouterr().out
+    arms = json.loads((tmp_path / "run" / "result.json").read_text())["arms"]
+    assert arms["meta"]["diverged"] == [0] and arms["meta"]["errors"] == []
+    assert arms["fixed"]["diverged"] == [] and len(arms["fixed"]["errors"]) == 1
+    assert (tmp_path / "run" / "test-error.png").exists()
+
+
+def test_both_milestones_may_fall_on_one_epoch() -> None:
+    made = cell("multistep", epochs=2)
+    made.step(0, 0)
+    made.end_epoch(0)
+    assert rates(made)[0] == pytest.approx(0.001)
+
+
+def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
+    made = cell("fixed")
+    state = made.state_dict()
+    with pytest.raises(InnerLoopError, match="--data"):
+        made.load_state_dict(state | {"source": "others"})
+
+
+def test_the_environment_says_nothing_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(flags(tmp_path / "run", arms="fixed")) == 0
+    monkeypatch.setenv("INNERLOOP_DATA", str(tmp_path / "nowhere"))
+    assert main(["meta-lr", "--resume", str(tmp_path / "run")]) == 0

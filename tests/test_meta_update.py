@@ -358,3 +358,32 @@ def test_it_works_or_is_refused_without_gradients():
         assert "no_grad" in str(error)
         return
     assert_close(inner.parameters(), twin.parameters())
+
+
+@pytest.mark.parametrize("where", ["validation", "gradient"])
+@pytest.mark.parametrize("meta", [optim.Adam, optim.LBFGS])
+def test_no_step_is_taken_along_what_is_not_finite(where, meta):
+    """The square root has a value at 0, and no gradient."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def judge(model, x):
+        return model(x).square().sum().sqrt() if where == "gradient" else (model(x) * x).sum()
+
+    inner = il.InnerLoop(
+        model,
+        optimizer,
+        lambda model, x: (model(x) * 0).sum(),
+        learn=("lr", "init"),
+        val_loss=judge,
+    )
+    outer = meta(inner.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in inner.parameters()]
+    x = torch.full((1, 1), torch.nan if where == "validation" else 1.0)
+    with pytest.raises(DivergedError, match="none was taken") as raised:
+        il.meta_update(inner, [torch.ones(1, 1)], x, outer)
+    assert "model.weight" in str(raised.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
+    assert all(p.grad is None for p in inner.parameters())
+    assert not any(torch.is_tensor(v) for s in outer.state.values() for v in s.values())

@@ -82,12 +82,22 @@ def by_sum(rank: int, count: int, store: str) -> None:
     found = {
         "sums": [p.grad for p in params],
         "assembled": ranks.assembled(own, 5),
-        "told": ranks.told(b"state" if rank == 0 else None),
-        "nothing": ranks.told(None),
+        "told": ranks.told(lambda: b"state") == b"state",
+        "empty": ranks.told(lambda: b"") == b"",
+        "nothing": ranks.told(lambda: None),
+        "gathered": [data.decode() for data in ranks.gathered(b"x" * rank)],
         "any": [*ranks.any(rank == count - 1), *ranks.any(False)],
     }
+    try:
+        ranks.told(failing)
+    except il.InnerLoopError as error:
+        found["error"] = str(error)
     torch.save(found, f"{store}.{rank}")
     dist.destroy_process_group()
+
+
+def failing() -> None:
+    raise il.InnerLoopError("of the first")
 
 
 def sharded(what: str) -> il.InnerLoop:
@@ -151,7 +161,8 @@ def test_exchanges(tmp_path: Path) -> None:
         a, b, c, d = found["sums"]
         assert (a == 6).all() and (b == 60).all() and c.item() == 7 and d is None
         assert found["assembled"].tolist() == [0, 1, 2, 3, 4]
-        assert found["told"] == b"state" and found["nothing"] is None
+        assert found["told"] and found["nothing"] is None and found["empty"]
+        assert found["gathered"] == ["", "x", "xx"] and found["error"] == "of the first"
         assert found["any"] == [True, False]
 
 

@@ -12,7 +12,7 @@ class RequirementError(InnerLoopError):
 
 
 class DivergedError(InnerLoopError):
-    """An inner loss is NaN."""
+    """An inner loss is NaN, or a meta-update would step along what is not finite."""
 
 
 def four_part(wrote: str, needed: str, why: str, write: str) -> str:

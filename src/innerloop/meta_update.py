@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 from innerloop.inner_loop import InnerLoop
 from innerloop.unroll import as_batches
 
@@ -52,6 +52,7 @@ def meta_update(
         grads = torch.autograd.grad(value, phi, allow_unused=True)
         if all(grad is None for grad in grads):
             raise RequirementError(_NOTHING)
+        _check_finite(inner, value, dict(zip(phi, grads, strict=True)))
         for param, grad in zip(phi, grads, strict=True):
             param.grad = grad
         return value.detach()
@@ -69,6 +70,25 @@ def meta_update(
         for param, grad in zip(phi, kept, strict=True):
             param.grad = grad
     return losses
+
+
+def _check_finite(inner: InnerLoop, value: Tensor, grads: dict[Tensor, Tensor | None]) -> None:
+    """A step along NaN would spoil the meta-parameters and the meta-optimizer for good."""
+    broken = [p for p, grad in grads.items() if grad is not None and not grad.isfinite().all()]
+    if value.isfinite() and not broken:
+        return
+    names = {id(p): name for name, p in inner.named_parameters()}
+    said = ", ".join(names.get(id(p), "a parameter of another module") for p in broken)
+    what = f"its gradient is not finite for {said}" if said else "its gradient is finite"
+    raise DivergedError(
+        four_part(
+            f"The validation loss is {value.item():g} after training; {what}.",
+            "finite numbers.",
+            "one step along others makes the meta-parameters NaN; none was taken.",
+            "smaller learning rates, grad_transform=innerloop.clip_norm(...), or look at the "
+            "validation data; innerloop.diagnose(inner, train, val) says more.",
+        )
+    )
 
 
 _NOTHING = four_part(

@@ -17,7 +17,10 @@ _WRONG = 2  # the exit code for what was written
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a misspelt flag with the nearest right one."""
+    """Answers a misspelt flag with the nearest right one; takes none that is cut short."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
@@ -49,6 +52,25 @@ def refuse(name: str, value: object, need: str, known: Collection[str] = ()) -> 
 def check_choice(name: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         refuse(name, value, "one of " + ", ".join(known), known)
+
+
+def check_seed(value: int) -> None:
+    """Small enough for what is made of it."""
+    if not 0 <= value < _MOST_SEEDS:
+        refuse("seed", value, f"from 0 to {_MOST_SEEDS - 1}")
+
+
+def check_device(value: str) -> None:
+    """One that this machine has, and that computes."""
+    import torch
+
+    try:
+        torch.ones(1, device=value).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        refuse("device", value, f"a device of this machine ({str(error).splitlines()[0]})")
+
+
+_MOST_SEEDS = 10**9
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import dataclasses
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
-from innerloop.experiments._ranks import ALONE, Ranks, joined, restarted
-from innerloop.experiments._run import RESULT, Run, stoppable
+from innerloop.experiments._ranks import ALONE, Ranks, joined, launch, restarted
+from innerloop.experiments._run import RESULT, Run, stoppable, unwritable
 
 STOPPED, WRONG = 130, 2
 _SAVE_AFTER = 60.0  # seconds without a record
@@ -87,24 +90,44 @@ class Experiment(abc.ABC):
         return own | {"state": self.state_dict()}
 
     def _load_whole_state(self, state: dict[str, Any]) -> None:
-        try:
-            self.done, self.seconds = state["done"], state["seconds"]
+        with _belonging():
+            self.done, self.seconds = state["done"], float(state["seconds"])
             self.records = state["records"]
+            if type(self.done) is not int or not 0 <= self.done <= self.total:
+                raise ValueError(f"{self.done!r} of {self.total} {self.unit} are done")
+            if not (isinstance(self.records, list) and all(type(r) is dict for r in self.records)):
+                raise TypeError("its records are none")
             self._told = len(self.records)
             self.load_state_dict(state["state"])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise InnerLoopError(
-                "The checkpoint does not belong to this run, or to another version of innerloop "
-                f"({type(error).__name__}: {error}). Remove the folder and start again."
-            ) from error
+
+
+@contextlib.contextmanager
+def _belonging(resumed: bool = True) -> Iterator[None]:
+    """What a checkpoint of another run, or a forged one, may lead to."""
+    try:
+        yield
+    except _FOREIGN as error:
+        if not resumed or isinstance(error, InnerLoopError):
+            raise
+        raise InnerLoopError(
+            "The checkpoint does not belong to this run, or to another version of innerloop "
+            f"({type(error).__name__}: {error}). Remove the folder and start again."
+        ) from error
+
+
+_FOREIGN = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+_FOREIGN += (AssertionError,)
 
 
 def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = ALONE) -> bool:
     """Go on to the end, or until asked to stop. Whether it is the end."""
     saved = time.monotonic()
+    resumed = experiment.done > 0
     while experiment.done < experiment.total:
         began = time.perf_counter()
-        shown = experiment.advance()
+        with _belonging(resumed):
+            shown = experiment.advance()
+        resumed = False
         experiment.done += experiment.width
         experiment.seconds += time.perf_counter() - began
         bar.advance(shown, experiment.width)
@@ -141,19 +164,25 @@ def carry_out(
 
     experiment.share(ranks)
     experiment.records = []
-    if not resume and ranks.first:
-        run.start(as_json(config))
-    state = run.load(ranks) if resume else None
-    if state is not None:
-        experiment._load_whole_state(state)
-    with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
-        if not work(experiment, run, stop, bar, ranks):
-            return None
-    result = experiment.result() | {"seconds": experiment.seconds}
-    if ranks.first:
-        run.write_json(RESULT, result)
-        experiment.share(ALONE)  # the others have nothing to do with pictures
-        experiment.draw(run.folder, result)
+    if not resume:
+        ranks.told(lambda: run.start(as_json(config), launch()))
+    with contextlib.ExitStack() as stack:
+        ranks.told(lambda: stack.enter_context(run.held()))
+        state = run.load(ranks) if resume else None
+        if state is not None:
+            experiment._load_whole_state(state)
+        try:
+            with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
+                if not work(experiment, run, stop, bar, ranks):
+                    return None
+            with _belonging(state is not None):
+                result = experiment.result() | {"seconds": experiment.seconds}
+            if ranks.first:
+                run.write_json(RESULT, result)
+                experiment.share(ALONE)  # the others have nothing to do with pictures
+                experiment.draw(run.folder, result)
+        except OSError as error:
+            raise InnerLoopError(unwritable(run.folder, error)) from error
     return result
 
 
@@ -168,21 +197,23 @@ def command(
 ) -> int:
     """``innerloop NAME``: settings from a preset and flags, a run or its continuation, the end."""
     parser = Parser(f"innerloop {name}", description=about)
-    parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
+    parser.add_argument("--preset", help="paper or quick (quick)")
     parser.add_argument(
         "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
     )
     given = parse(config, argv, parser)
     preset, resume = given.pop("preset"), given.pop("resume")
+    run: Run | None = None
     try:
         if resume is None:
-            settings = configured(given, preset)
+            settings = _placed(configured(given, preset or "quick"))
             run = Run(settings.out)
-            go_on = restarted() and run.known
+            go_on = restarted() and run.started_by(launch())
+            if not go_on:
+                run.check_new()
         else:
             run = Run(resume)
-            settings = from_json(config, run.config())
-            _check_resumed(settings, given)
+            settings = _resumed(from_json(config, run.config()), given, preset)
             go_on = True
         with joined(getattr(settings, "device", "cpu")) as ranks:
             experiment = make(settings)
@@ -190,11 +221,12 @@ def command(
     except InnerLoopError as error:
         print(error, file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        return _stopped(name, run)
     if not ranks.first:
         return STOPPED if result is None else 0
     if result is None:
-        print(f"Stopped. Go on with: innerloop {name} --resume {run.folder}")
-        return STOPPED
+        return _stopped(name, run)
     print(experiment.told(result))
     for path in sorted(run.folder.glob("*.png")):
         print(path)
@@ -202,7 +234,26 @@ def command(
     return 0
 
 
-def _check_resumed(config: Any, given: dict[str, Any]) -> None:
+def _stopped(name: str, run: Run | None) -> int:
+    more = f" Go on with: innerloop {name} --resume {run.folder}" if run and run.known else ""
+    print(f"Stopped.{more}")
+    return STOPPED
+
+
+def _placed(config: Any) -> Any:
+    """With the folder of the data written out: a run goes on with the data it was started with."""
+    if not getattr(config, "reads_data", False):
+        return config
+    where = config.data or os.environ.get("INNERLOOP_DATA")
+    return dataclasses.replace(config, data=Path(where).absolute()) if where else config
+
+
+def _resumed(config: Any, given: dict[str, Any], preset: str | None) -> Any:
+    """The settings of the run; what is written beside --resume must agree, but for the data."""
+    if preset is not None:
+        refuse("preset", preset, "left out with --resume: the run has its settings")
+    moved = {"data": given["data"].absolute()} if "data" in given else {}
     for name, value in given.items():
-        if name != "data" and getattr(config, name) != value:
+        if name not in moved and getattr(config, name) != value:
             refuse(name, value, f"{getattr(config, name)}, as the run was started with")
+    return dataclasses.replace(config, **moved)

@@ -81,6 +81,8 @@ class FewShot:
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=meta_lr)
         self.outer = Outer(self.meta_optimizer, **outer)
         self.way = WAYS[tasks_by]()
+        self.diverged = 0
+        """Tasks whose adaptation ended in NaN, among those that were only measured."""
 
     def update(self, episode: Episode, weights: Sequence[float], first_order: bool) -> float:
         """One outer step on a meta-batch; the loss before it."""
@@ -94,20 +96,39 @@ class FewShot:
         except DivergedError:
             # Not an end yet: the outer step has to say what becomes of it, on all processes.
             loss = math.nan * torch.stack([p.sum() for p in self.inner.parameters()]).sum()
-        self.outer.step(loss, lambda: self.blame(own))
+        self.outer.step(loss, lambda: self.blame(own, ranks.share(total).start))
         return ranks.summed(loss.detach()).item()
 
-    def blame(self, episode: Episode) -> str:
-        """The task, step and tensor in which numbers stop being finite."""
-        names = [
-            n for n, p in self.inner.named_parameters() if p.grad is not None and _broken(p.grad)
-        ]
-        where = "all inner losses are finite"
+    def blame(self, episode: Episode, first: int = 0) -> str:
+        """The task, step and tensor in which numbers stop being finite, of all processes."""
+        own = self._diverging(episode, first)
+        verdicts = [v.decode() for v in self.outer.ranks.gathered((own or "-").encode())]
+        if found := [verdict for verdict in verdicts if verdict != "-"]:
+            return found[0]
+        names = [n for n, p in self.inner.named_parameters() if _broken(p.grad)]
+        return f"all inner losses are finite; the gradient is not, for {', '.join(names)}"
+
+    def _diverging(self, episode: Episode, first: int) -> str | None:
         for task in range(len(episode.support.y)):
-            if step := self._diverges(episode.tasks(slice(task, task + 1))):
-                where = f"the inner loss of task {task + 1} is not finite in step {step}"
-                break
-        return f"{where}; the gradient is broken for {', '.join(names) or 'no tensor here'}"
+            one = episode.tasks(slice(task, task + 1))
+            if step := self._diverges(one):
+                where = f"the inner loss of task {first + task + 1} is not finite in step {step}"
+                return f"{where}, {self._weights_before(one, step)}"
+        return None
+
+    @torch.no_grad()
+    def _weights_before(self, task: Episode, step: int) -> str:
+        """The largest of the weights that the loss of this step is taken with."""
+        model = self.model
+        if step > 1:
+            with self.outer.autocast():
+                train = [tuple(task.support)] * (step - 1)
+                model = self.inner.adapt(train, tasks=il.tasks.loop()).each[0].module
+        largest = {
+            n: p.abs().max().nan_to_num(math.inf).item() for n, p in model.named_parameters()
+        }
+        name = max(largest, key=largest.__getitem__)
+        return f"with weights as large as {largest[name]:.1e}, in {name}"
 
     @torch.no_grad()
     def _diverges(self, task: Episode) -> int | None:
@@ -141,10 +162,37 @@ class FewShot:
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
         own = episode.tasks(ranks.share(total)).to(self.dtype)
-        with self.outer.autocast():
-            adapted = self.inner.adapt([tuple(own.support)] * self.steps, tasks=self.way)
-            said = adapted(own.query.x).to(self.dtype).softmax(-1)
+        try:
+            said, diverged = self._said(own), 0
+        except DivergedError:
+            said, diverged = self._each_said(own)
+        (total_diverged,) = ranks.summed(torch.tensor([diverged])).tolist()
+        if total_diverged and self.outer.nonfinite == "stop":
+            raise DivergedError(
+                f"{total_diverged} of {total} tasks that are only measured diverge: the inner loss "
+                "is NaN. Try a smaller --inner-lr, or --nonfinite skip to count them as guesses."
+            )
+        self.diverged += total_diverged
         return ranks.assembled(said, total)
+
+    def _said(self, episode: Episode) -> Tensor:
+        with self.outer.autocast():
+            adapted = self.inner.adapt([tuple(episode.support)] * self.steps, tasks=self.way)
+            return adapted(episode.query.x).to(self.dtype).softmax(-1)
+
+    def _each_said(self, episode: Episode) -> tuple[Tensor, int]:
+        """Task by task; one that diverges says that all classes are as likely."""
+        said, diverged = [], 0
+        way = int(episode.query.y.max()) + 1
+        for task in range(len(episode.support.y)):
+            one = episode.tasks(slice(task, task + 1))
+            try:
+                said.append(self._said(one))
+            except DivergedError:
+                shape = (*one.query.y.shape, way)
+                said.append(torch.full(shape, 1 / way, dtype=self.dtype, device=one.query.y.device))
+                diverged += 1
+        return torch.cat(said), diverged
 
     @property
     def settings(self) -> dict[str, list[Any]]:
@@ -164,5 +212,5 @@ class FewShot:
                 self.optimizer.state[p] = {name: value.clone() for name, value in known.items()}
 
 
-def _broken(value: Tensor) -> bool:
-    return not bool(value.isfinite().all())
+def _broken(value: Tensor | None) -> bool:
+    return value is not None and not bool(value.isfinite().all())

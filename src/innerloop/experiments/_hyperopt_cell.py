@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import innerloop as il
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments import _hyperopt_summary as summary
 from innerloop.experiments._hyperopt_problem import Problem, measured, references
 from innerloop.experiments._parts import Part
@@ -25,7 +26,8 @@ class References(Part):
         self.config, self.problem, self.seed, self.build = config, problem, seed, build
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        found = references(self.config.what, self.problem, self.build)
+        with _flagged(self.config, f"the references of seed {self.seed}"):
+            found = references(self.config.what, self.problem, self.build)
         records.append({"seed": self.seed, "arm": "references", **found})
         return {"seed": str(self.seed)}
 
@@ -91,12 +93,8 @@ class Cell(Part):
         if self.meta is not None:
             meta.load_state_dict(self.meta)
         meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * number / c.updates)
-        (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
-        if not (loss.isfinite() and problem.raw.isfinite().all()):
-            raise InnerLoopError(
-                f"The validation loss or its gradient is not finite after {number} updates: the "
-                f"training diverged. Try a smaller --inner-lr than {c.inner_lr}."
-            )
+        with _flagged(c, f"update {number + 1} of seed {self.seed}"):
+            (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
         problem.clamp()
         self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
         return tried, loss.item()
@@ -117,3 +115,15 @@ class Cell(Part):
             "least": summary.least_so_far(self.values),
             "numbers": self.best.exp().tolist(),
         }
+
+
+@contextlib.contextmanager
+def _flagged(config: Any, where: str) -> Iterator[None]:
+    """A training that diverges, in the words of the command."""
+    try:
+        yield
+    except DivergedError as error:
+        raise InnerLoopError(
+            f"The training diverged in {where}. Try a smaller --inner-lr than {config.inner_lr}. "
+            f"({error})"
+        ) from error

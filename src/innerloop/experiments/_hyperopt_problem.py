@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError
 from innerloop.experiments._hyperopt_data import CLASSES, Points, Split
 from innerloop.experiments._hyperopt_losses import (
     AUGMENTATIONS,
@@ -74,10 +74,7 @@ class Problem(NamedTuple):
         try:
             with torch.no_grad():
                 return self.inner(self.batches, self.split.val).item()
-        except InnerLoopError as error:
-            # The library refuses to go on; to a search it is only a bad trial.
-            if "loss is NaN" not in str(error):
-                raise
+        except DivergedError:  # to a search it is only a bad trial
             return math.nan
 
     def draw(self, generator: torch.Generator, shared: bool = False) -> Tensor:

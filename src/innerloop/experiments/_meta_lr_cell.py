@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments._parts import Part
 from innerloop.experiments._pictures import Pictures, batch, drawn, stream
 from innerloop.models import DenseNetBC
@@ -37,9 +37,7 @@ OPTIMIZERS = {
     "sgd": Kind(torch.optim.SGD, 0.1, 1e-4, ("lr", "momentum", "weight_decay"), "none"),
     "adam": Kind(torch.optim.Adam, 1e-3, 1e-4, ("lr", "betas", "weight_decay", "eps"), "log"),
     "adamw": Kind(torch.optim.AdamW, 1e-3, 1e-2, ("lr", "betas", "weight_decay", "eps"), "log"),
-    "rmsprop": Kind(
-        torch.optim.RMSprop, 1e-3, 1e-4, ("lr", "alpha", "momentum", "weight_decay", "eps"), "log"
-    ),
+    "rmsprop": Kind(torch.optim.RMSprop, 1e-3, 1e-4, ("lr", "alpha", "weight_decay", "eps"), "log"),
 }
 # Settings other than the rate stay in their range.
 _RANGES = {"momentum": "logit", "betas": "logit", "alpha": "logit"}
@@ -78,6 +76,8 @@ class Cell(Part):
         self.steps = steps
         self.error: float | None = None
         """On the test pictures, after the last epoch."""
+        self.diverged = False
+        """Then nothing more is done."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = DenseNetBC(growth=config.growth, depth=config.depth)
@@ -99,7 +99,7 @@ class Cell(Part):
         decay = kind.weight_decay if c.weight_decay is None else c.weight_decay
         options: dict[str, Any] = {"lr": lr, "weight_decay": decay}
         if c.optimizer == "sgd":
-            options |= {"momentum": c.momentum, "nesterov": c.momentum > 0}
+            options |= {"momentum": c.chosen_momentum, "nesterov": c.chosen_momentum > 0}
         # An optimizer keeps one number per group, so what has its own value has its own group.
         how = "tensor" if c.per == "parameter" else c.groups
         return kind.make(parameter_groups(self.model, how), **options)
@@ -121,10 +121,17 @@ class Cell(Part):
         if self.inner is not None:
             parts |= {"inner": self.inner, "meta_optimizer": self.meta_optimizer}
         states = {name: part.state_dict() for name, part in parts.items()}
-        return {"loss": self.loss, "error": self.error} | states
+        own = {"loss": self.loss, "error": self.error, "diverged": self.diverged}
+        return own | {"source": self.pictures.source} | states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss, self.error = state["loss"], state["error"]
+        if state["source"] != self.pictures.source:
+            raise InnerLoopError(
+                f"The run was on {state['source']}; here is {self.pictures.source}. Name the "
+                "folder of its data with --data."
+            )
+        self.loss, self.error = float(state["loss"]), state["error"]
+        self.diverged = state["diverged"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.inner is not None:
@@ -135,10 +142,18 @@ class Cell(Part):
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         epoch, number = divmod(unit, self.steps)
-        shown = {"run": f"{self.arm} {self.seed}", "loss": f"{self.step(epoch, number):.3f}"}
-        if number + 1 == self.steps:
-            records.append(self.end_epoch(epoch))
-            self.error = records[-1]["test_error"]
+        shown = {"run": f"{self.arm} {self.seed}"}
+        if self.diverged:
+            return shown | {"loss": "diverged"}
+        try:
+            shown["loss"] = f"{self.step(epoch, number):.3f}"
+            if number + 1 == self.steps:
+                records.append(self.end_epoch(epoch))
+                self.error = records[-1]["test_error"]
+        except DivergedError as error:
+            self.diverged = True
+            found = {"arm": self.arm, "seed": self.seed, "epoch": epoch + 1}
+            records.append(found | {"diverged": str(error)})
         return shown if self.error is None else shown | {"error": f"{100 * self.error:.1f} %"}
 
     def step(self, epoch: int, number: int) -> float:
@@ -163,16 +178,15 @@ class Cell(Part):
         if self.inner is not None:
             found["meta_loss"] = self._meta_update(self.inner, epoch)
             found["learned"] = {n: v.tolist() for n, v in self.inner.hyper.items()}
-        elif self.arm == "multistep" and epoch + 1 in self.config.milestones:
+        elif self.arm == "multistep":
             for group in self.optimizer.param_groups:
-                group["lr"] /= 10
+                group["lr"] /= 10 ** self.config.milestones.count(epoch + 1)
         return found
 
     def _meta_update(self, inner: il.InnerLoop, epoch: int) -> float:
         """Algorithm 1 once, from where training is; the learned settings are used from now on."""
         train, val = self.meta_batches(epoch)
         value = il.meta_update(inner, train, val, self.meta_optimizer)[0].item()
-        self._check(value, epoch)
         if "lr" in inner.learned and inner.learned["lr"].transform is None:
             # A rate below 0 would climb the loss.
             inner.settings["lr"].data.clamp_(min=0)
@@ -202,7 +216,7 @@ class Cell(Part):
 
     def _check(self, value: float, epoch: int) -> None:
         if not math.isfinite(value):
-            raise InnerLoopError(
+            raise DivergedError(
                 f"The loss is {value} in epoch {epoch + 1} of arm {self.arm}, seed {self.seed}: "
                 "training diverged. Try a smaller --lr or --meta-lr."
             )

@@ -13,7 +13,11 @@ Records = list[dict[str, Any]]
 
 
 def draw(records: Records, folder: Path) -> None:
-    """All of them, into the folder of the run."""
+    """All of them, into the folder of the run. Runs that diverged are left out."""
+    lost = {(r["arm"], r["seed"]) for r in records if "diverged" in r}
+    records = [r for r in records if (r["arm"], r["seed"]) not in lost]
+    if not records:
+        return
     _save(test_error(records), folder / "test-error.png")
     learning = [r for r in records if "learned" in r]
     for name in learning[0]["learned"] if learning else ():

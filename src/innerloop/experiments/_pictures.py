@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +46,7 @@ def stream(*key: object) -> torch.Generator:
 
 def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelled, str]:
     """Training and test pictures: CIFAR-10 where a folder is named, else so many shapes."""
-    named = root or os.environ.get("INNERLOOP_DATA")
-    if named:
+    if root is not None:
         found = data.cifar10(root, device=device)
         count = len(found.train.labels)
         return found.train, found.test, f"CIFAR-10, {count} training pictures"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError
+
+_NOTHING, _FOUND, _ERROR = b"0", b"1", b"2"
 
 
 class Ranks(NamedTuple):
@@ -84,30 +86,30 @@ class Ranks(NamedTuple):
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
         sizes = self.summed(lengths).tolist()
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        rows[self.rank] = sent
+        if data:
+            rows[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank, row in enumerate(rows):
-            dist.broadcast(row, rank)
+            if len(row):
+                dist.broadcast(row, rank)
         return [bytes(row.numpy()) for row in rows]
 
-    def told(self, data: bytes | None) -> bytes | None:
-        """What the first process has to tell, on all of them."""
+    def told(self, find: Callable[[], bytes | None]) -> bytes | None:
+        """What the first process finds, on all of them. Its error is everybody's."""
         if self.size == 1:
-            return data
-        length = self.summed(torch.tensor(len(data) if self.first and data is not None else 0))
-        if not length:
-            return None
-        sent = torch.zeros(int(length), dtype=torch.uint8)
-        if self.first and data is not None:
-            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(sent, 0)
-        return bytes(sent.numpy())
-
-    def wait(self) -> None:
-        """Until all are here."""
-        if self.size > 1:
-            dist.barrier()
+            return find()
+        found: bytes | None = None
+        error = ""
+        if self.first:
+            try:
+                found = find()
+            except InnerLoopError as raised:
+                error = str(raised)
+        tag = _ERROR if error else _FOUND if found is not None else _NOTHING
+        said, *_ = self.gathered(tag + (error.encode() if error else found or b""))
+        if said[:1] == _ERROR:
+            raise InnerLoopError(said[1:].decode())
+        return said[1:] if said[:1] == _FOUND else None
 
 
 ALONE = Ranks()
@@ -116,14 +118,19 @@ ALONE = Ranks()
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """The group that ``torchrun`` started this process in; alone without it."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE
         return
     if not dist.is_available():
         raise InnerLoopError("This build of torch has no torch.distributed: run without torchrun.")
     # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    except ValueError as error:
+        raise InnerLoopError(
+            f"WORLD_SIZE is set, but the processes cannot find each other: {error} Start them with "
+            "torchrun, or unset WORLD_SIZE."
+        ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
@@ -134,6 +141,11 @@ def local_device(device: str) -> str:
     """With ``torchrun``, every process of a machine has an accelerator of its own."""
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if device == "cuda" and local is not None else device
+
+
+def launch() -> str:
+    """The name of the group, the same when ``torchrun`` starts it again."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def restarted() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -24,6 +25,9 @@ CONFIG, METRICS, RESULT, CHECKPOINT = (
     "result.json",
     "checkpoint.pt",
 )
+_LAST = f"last-{CHECKPOINT}"
+_LAUNCH = ".launch"
+_DIGEST = 32  # bytes of the checksum before a checkpoint
 
 
 class Run:
@@ -37,13 +41,17 @@ class Run:
         """Whether a run was started here."""
         return (self.folder / CONFIG).exists()
 
-    def start(self, config: dict[str, Any]) -> None:
-        """Make the folder. A run that is there already is not written over."""
+    def check_new(self) -> None:
+        """A run that is there already is not written over."""
         if self.known:
             raise InnerLoopError(
                 f"{self.folder} holds a run already. Continue it with --resume {self.folder}, or "
                 "name another folder with --out."
             )
+
+    def start(self, config: dict[str, Any], launch: str = "") -> None:
+        """Make the folder. ``launch`` names what started it, if that can start it again."""
+        self.check_new()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -51,13 +59,41 @@ class Run:
                 f"The run's folder {self.folder} cannot be written to: {error}. Name another one "
                 "with --out."
             ) from error
+        self._replace(_LAUNCH, launch.encode())
         self.write_json(CONFIG, config)
+
+    def started_by(self, launch: str) -> bool:
+        """Whether the run here was started by the same launch."""
+        with contextlib.suppress(OSError):
+            return self.known and (self.folder / _LAUNCH).read_bytes() == launch.encode()
+        return False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No other process goes on with this run meanwhile; what killed ones left is removed."""
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InnerLoopError(
+                    f"Another process is at work on the run in {self.folder}. Wait for it, or stop "
+                    "it; then go on."
+                ) from error
+            except OSError:
+                pass  # a file system without locks
+            for name in (CONFIG, METRICS, RESULT, CHECKPOINT, _LAUNCH):
+                for aside in self.folder.glob(f".{name}-*"):
+                    aside.unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(handle)
 
     def config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
             found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InnerLoopError(
                 f"{self.folder} cannot be resumed: {path.name} cannot be read ({error}). Needed is "
                 "the folder of a run, as --out named it."
@@ -74,21 +110,27 @@ class Run:
         self._replace(METRICS, "".join(json.dumps(r) + "\n" for r in records).encode())
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep the state with a checksum; the one before stays as long as this is not whole."""
+        """Keep the state with a checksum; the one before stays."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         data = buffer.getvalue()
-        current, last = self.folder / CHECKPOINT, self.folder / f"last-{CHECKPOINT}"
-        if current.exists():
-            os.replace(current, last)
-        self._replace(CHECKPOINT, hashlib.sha256(data).digest() + data)
+        current, last = self.folder / CHECKPOINT, self.folder / _LAST
+        aside = self._aside(CHECKPOINT, hashlib.sha256(data).digest() + data)
+        try:
+            # A damaged one must not take the place of the whole one before it.
+            if current.exists() and _whole(current.read_bytes()) is not None:
+                os.replace(current, last)
+            os.replace(aside, current)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise InnerLoopError(unwritable(current, error)) from error
 
     def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         """The newest state that is whole, or ``None`` if there is none.
 
         The first process reads it and tells the others: they need not see the same folder.
         """
-        data = ranks.told(self._newest() if ranks.first else None)
+        data = ranks.told(self._newest)
         if data is None:
             return None
         try:
@@ -107,14 +149,14 @@ class Run:
         )
 
     def _newest(self) -> bytes | None:
-        paths = [self.folder / name for name in (CHECKPOINT, f"last-{CHECKPOINT}")]
+        paths = [self.folder / name for name in (CHECKPOINT, _LAST)]
         found = [path for path in paths if path.exists()]
-        for path in found:
-            content = path.read_bytes()
-            digest, data = content[:32], content[32:]
-            if hashlib.sha256(data).digest() == digest:
+        for number, path in enumerate(found):
+            data = _whole(path.read_bytes())
+            if data is not None:
                 return data
-            print(f"{path} is damaged; the one before it is used.")
+            more = "; the one before it is used" if number + 1 < len(found) else ""
+            print(f"{path} is damaged{more}.")
         if found:
             raise InnerLoopError(
                 f"{self.folder} cannot be resumed: no checkpoint in it is whole. Remove the folder "
@@ -124,24 +166,38 @@ class Run:
 
     def _replace(self, name: str, data: bytes) -> None:
         """Write aside, sync, rename: a file is the old one or the new one at any moment."""
+        aside = self._aside(name, data)
+        try:
+            os.replace(aside, self.folder / name)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise InnerLoopError(unwritable(self.folder / name, error)) from error
+
+    def _aside(self, name: str, data: bytes) -> str:
+        """Write to a file beside the one of this name, and sync it."""
         try:
             handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
         except OSError as error:
-            raise InnerLoopError(_unwritable(self.folder / name, error)) from error
+            raise InnerLoopError(unwritable(self.folder / name, error)) from error
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(aside, 0o644)
-            os.replace(aside, self.folder / name)
-            _sync_folder(self.folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
             if isinstance(error, OSError):
-                raise InnerLoopError(_unwritable(self.folder / name, error)) from error
+                raise InnerLoopError(unwritable(self.folder / name, error)) from error
             raise
+        return aside
+
+
+def _whole(content: bytes) -> bytes | None:
+    """What a checkpoint holds, if its checksum is right."""
+    digest, data = content[:_DIGEST], content[_DIGEST:]
+    return data if hashlib.sha256(data).digest() == digest else None
 
 
 def _sync_folder(folder: Path) -> None:
@@ -153,7 +209,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _unwritable(path: Path, error: OSError) -> str:
+def unwritable(path: Path, error: OSError) -> str:
     return (
         f"{path} cannot be written: {error}. What was written before is whole. Make room, "
         f"then go on with --resume {path.parent}."

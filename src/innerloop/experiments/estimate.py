@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 
 from innerloop.experiments import _rare_character as rare
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_seed, refuse
 from innerloop.experiments._estimate_cell import Cell
 from innerloop.experiments._experiment import command
 from innerloop.experiments._parts import Parts
@@ -50,7 +50,8 @@ class Config:
     def __post_init__(self) -> None:
         for arm in self.names:
             check_choice("arms", arm, ARMS)
-        least = {"seeds": 1, "seed": 0, "characters": 2, "common": 1, "rare": 1, "steps": 1}
+        check_seed(self.seed)
+        least = {"seeds": 1, "characters": 2, "common": 1, "rare": 1, "steps": 1}
         least |= {"batch": 1, "updates": 1, "every": 1, "samples": 2, "trained": 1}
         for name, low in least.items():
             if getattr(self, name) < low:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import innerloop as il
 from innerloop.experiments import _hyperopt_summary as summary
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_seed, refuse
 from innerloop.experiments._experiment import command
 from innerloop.experiments._hyperopt_cell import Cell, References
 from innerloop.experiments._hyperopt_data import DATASETS, pictures, split
@@ -57,10 +57,11 @@ class Config:
         check_choice("what", self.what, tuple(RANGES))
         check_choice("dataset", self.dataset, DATASETS)
         check_choice("backward", self.backward, BACKWARD)
+        check_seed(self.seed)
         if self.what == "task-weights" and self.dataset != "digits":
             refuse("dataset", self.dataset, "digits with task-weights: the tasks are about digits")
         least = dict.fromkeys(("train", "val", "labelled", "width", "steps", "batch"), 1)
-        least |= {"updates": 1, "seeds": 1, "seed": 0}
+        least |= {"updates": 1, "seeds": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
@@ -74,6 +75,10 @@ class Config:
             refuse("labelled", self.labelled, f"at most the training points, {self.train}")
         if self.meta_cost is not None and self.meta_cost < 1:
             refuse("meta_cost", self.meta_cost, "at least 1")
+
+    @property
+    def reads_data(self) -> bool:
+        return self.dataset == "cifar10"
 
     @property
     def cost(self) -> int:

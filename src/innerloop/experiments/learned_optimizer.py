@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from innerloop.experiments import _tuned
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_seed, refuse
 from innerloop.experiments._experiment import command
 from innerloop.experiments._meta_trained import BY, KINDS, MetaTraining
 from innerloop.experiments._optimizees import FAMILIES, Family
@@ -58,6 +58,7 @@ class Config:
         check_choice("problem", self.problem, PROBLEMS)
         check_choice("optimizer", self.optimizer, tuple(KINDS))
         check_choice("by", self.by, BY)
+        check_seed(self.seed)
         least = {"seed": 0, "samples": 2}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

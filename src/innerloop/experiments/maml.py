@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +20,15 @@ from torch import Tensor
 
 from innerloop import data, models
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_device, check_seed, refuse
 from innerloop.experiments._experiment import Experiment, command
 from innerloop.experiments._few_shot import INNER, STRATEGIES, WAYS, FewShot, step_weights
 from innerloop.experiments._outer import NONFINITE, PRECISIONS
 from innerloop.experiments._ranks import Ranks, local_device
 
 DATASETS = data.NAMES
+_DENSE = "densenet-bc-"
+_MOST_FILTERS = 4096
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
 
 
@@ -60,21 +64,22 @@ class Config:
     precision: Annotated[str, f"of the inner loop, one of {', '.join(PRECISIONS)}"] = "float32"
     nonfinite: Annotated[str, "stop at infinite meta-gradients, or skip and count them"] = "stop"
     clip: Annotated[float | None, "largest norm of the meta-gradient (any)"] = None
-    tasks_by: Annotated[str, f"one of {', '.join(WAYS)}"] = "vmap"
+    tasks_by: Annotated[str, f"one of {', '.join(WAYS)} (multi-step epochs: loop)"] = "vmap"
     backward: Annotated[str, f"one of {', '.join(STRATEGIES)}"] = "tape"
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS)
-        check_choice("model", self.model, models.NAMES)
+        if not self.model.startswith(_DENSE):  # any growth and depth: the model checks them
+            check_choice("model", self.model, models.NAMES)
         check_choice("inner_optim", self.inner_optim, tuple(INNER))
         check_choice("tasks_by", self.tasks_by, tuple(WAYS))
         check_choice("backward", self.backward, tuple(STRATEGIES))
         check_choice("precision", self.precision, tuple(PRECISIONS))
         check_choice("nonfinite", self.nonfinite, NONFINITE)
-        if self.filters is not None and self.filters < 1:
-            refuse("filters", self.filters, "at least 1")
+        if self.filters is not None and not 1 <= self.filters <= _MOST_FILTERS:
+            refuse("filters", self.filters, f"from 1 to {_MOST_FILTERS}")
         least = dict.fromkeys(("shot", "query", "steps", "tasks", "iterations"), 1)
-        least |= {"way": 2, "epoch": 1, "multi_step_epochs": 0, "first_order_epochs": 0, "seed": 0}
+        least |= {"way": 2, "epoch": 1, "multi_step_epochs": 0, "first_order_epochs": 0}
         least |= {"val_tasks": 1, "test_tasks": 2, "ensemble": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
@@ -86,11 +91,16 @@ class Config:
         if self.meta_lr_end > self.meta_lr:
             refuse("meta_lr_end", self.meta_lr_end, f"at most the meta rate, {self.meta_lr}")
         if self.learn_betas and self.inner_optim != "adam":
-            refuse("learn_betas", "", f"without {self.inner_optim}, which has none")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            refuse("device", self.device, f"a device of this machine ({error})")
+            raise InnerLoopError(
+                f"--learn-betas cannot be with --inner-optim {self.inner_optim}, which has none. "
+                "It is for --inner-optim adam."
+            )
+        check_seed(self.seed)
+        check_device(self.device)
+
+    @property
+    def reads_data(self) -> bool:
+        return self.dataset != "glyphs"
 
     @property
     def epochs(self) -> int:
@@ -125,17 +135,34 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+# The first step of a new RMSprop is ten times its rate, in every coordinate.
+_OF_OPTIMIZER: dict[str, dict[str, Any]] = {
+    "adam": {"learn_betas": True, "inner_lr": 0.01},
+    "rmsprop": {"inner_lr": 0.001},
+}
+
+
 def configured(given: dict[str, Any], preset: str) -> Config:
     """The preset of the dataset with what was written instead."""
     dataset = given.get("dataset", Config.dataset)
     check_choice("preset", preset, tuple(PRESETS))
     check_choice("dataset", dataset, DATASETS)
     values = dict(PRESETS[preset]["folder" if dataset == "cifar-fs" else dataset])
-    if given.get("model", Config.model) == "vgg" and dataset in _VGG_FILTERS:
+    model = given.get("model", Config.model)
+    if model == "vgg" and dataset in _VGG_FILTERS:
         values["filters"] = _VGG_FILTERS[dataset]
-    if given.get("inner_optim") == "adam":
-        values |= {"learn_betas": True, "inner_lr": 0.01}
+    if model.startswith(_DENSE):
+        values.pop("filters", None)  # its name says how wide it is
+    values |= _OF_OPTIMIZER.get(given.get("inner_optim", ""), {})
     return Config(**{**values, **given})
+
+
+@contextlib.contextmanager
+def _said_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except InnerLoopError as error:
+        raise InnerLoopError(f"{what}. {error}") from error
 
 
 class Training(Experiment):
@@ -147,6 +174,11 @@ class Training(Experiment):
         splits = data.load(config.dataset, root=config.data, seed=config.seed, device=device)
         self.splits = splits
         shape = splits.train.pixels.shape
+        if shape[-2] != shape[-1]:
+            raise InnerLoopError(
+                f"The pictures are {shape[-2]} high and {shape[-1]} wide. Needed are square ones, "
+                "since a model is built for one size. Cut or scale them."
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = models.build(
@@ -174,6 +206,9 @@ class Training(Experiment):
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
+        for name in ("val", "test"):  # too few classes are noticed before any work
+            with _said_of(f"The {name} split cannot be used"):
+                self._sampler(getattr(splits, name), 1, 0)
         self.sampler = self._sampler(splits.train, config.tasks, config.seed)
         self.losses: list[float] = []
         """Of the epoch under way, without those that are not finite."""
@@ -188,6 +223,9 @@ class Training(Experiment):
     def share(self, ranks: Ranks) -> None:
         if self.config.tasks < ranks.size:
             refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")
+        for name in ("val_tasks", "test_tasks"):
+            if getattr(self.config, name) < ranks.size:
+                refuse(name, getattr(self.config, name), f"one for each process, {ranks.size}")
         self.learner.outer.ranks = ranks
 
     def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
@@ -243,6 +281,7 @@ class Training(Experiment):
     def _end_epoch(self, epoch: int) -> None:
         c = self.config
         iteration = self.done + 1
+        self.learner.diverged = 0
         accuracies = self.accuracies(self.splits.val, c.val_tasks, _VAL_SEED)
         record = {
             "epoch": epoch + 1,
@@ -251,13 +290,17 @@ class Training(Experiment):
             "val_accuracy": accuracies.mean().item(),
             "meta_lr": self.schedule.get_last_lr()[0],
             "skipped": self.learner.outer.skipped,
+            "diverged": self.learner.diverged,
             "learned": self.learner.settings,
         }
         self.records.append(record)
         self.losses = []
         self.shown["val"] = f"{100 * record['val_accuracy']:.1f} %"
         self._keep_best(record)
-        self.schedule.step()
+        with warnings.catch_warnings():
+            # It expects a step before: in this epoch all may have been left out.
+            warnings.simplefilter("ignore", UserWarning)
+            self.schedule.step()
 
     def _keep_best(self, record: dict[str, Any]) -> None:
         learned = {n: t.clone() for n, t in self.learner.inner.state_dict().items()}
@@ -307,6 +350,7 @@ class Training(Experiment):
             "epochs": [entry["epoch"] for entry in self.best],
             "val_accuracy": self.best[0]["val_accuracy"],
             "iterations": self.done,
+            "skipped": self.learner.outer.skipped,
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
@@ -316,11 +360,12 @@ class Training(Experiment):
 
     def told(self, result: dict[str, Any]) -> str:
         c = self.config
+        skipped = f" Left out: {result['skipped']} updates." if result["skipped"] else ""
         return (
             f"{c.dataset}, {c.way}-way {c.shot}-shot, {c.model} + {c.inner_optim}: "
             f"{100 * result['accuracy']:.2f} % ± {100 * result['interval']:.2f} on "
             f"{result['test_tasks']} test tasks, after {result['iterations']} updates in "
-            f"{result['seconds']:.0f} s (chance: {100 / c.way:.0f} %)."
+            f"{result['seconds']:.0f} s (chance: {100 / c.way:.0f} %).{skipped}"
         )
 
 

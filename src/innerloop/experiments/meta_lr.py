@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 from innerloop.experiments import _pictures
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_device, check_seed, refuse
 from innerloop.experiments._experiment import command
 from innerloop.experiments._meta_lr_cell import ARMS, GROUPS, OPTIMIZERS, STRATEGIES, Cell
 from innerloop.experiments._parts import Parts
@@ -38,7 +36,7 @@ class Config:
     augment: Annotated[bool, "mirror pictures and shift them by up to 4 pixels"] = True
     optimizer: Annotated[str, f"one of {', '.join(OPTIMIZERS)}"] = "sgd"
     lr: Annotated[float | None, "learning rate at the start (0.1 for sgd, else 0.001)"] = None
-    momentum: Annotated[float, "of sgd, by Nesterov"] = 0.9
+    momentum: Annotated[float | None, "of sgd, by Nesterov (0.9)"] = None
     weight_decay: Annotated[float | None, "at the start (0.0001, adamw 0.01)"] = None
     learn: Annotated[str, "settings to learn, as lr,momentum,weight_decay"] = "lr"
     per: Annotated[str, "a value for each group or for each parameter"] = "group"
@@ -60,10 +58,8 @@ class Config:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            refuse("device", self.device, f"a device of this machine ({error})")
+        check_seed(self.seed)
+        check_device(self.device)
 
     def _check_choices(self) -> None:
         check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
@@ -73,7 +69,7 @@ class Config:
         check_choice("transform", self.transform or "none", TRANSFORMS)
         named = {"arms": (self.arms, ARMS), "learn": (self.learn, _learnable(self.optimizer))}
         for name, (given, known) in named.items():
-            words = given.split(",")
+            words = _words(given)
             for word in words:
                 check_choice(name, word, known)
             if len(set(words)) < len(words):
@@ -81,13 +77,18 @@ class Config:
 
     def _check_numbers(self) -> None:
         counts = ("seeds", "epochs", "growth", "meta_steps", "meta_batch", "val_batches")
-        least = dict.fromkeys(counts, 1) | {"batch": 2, "seed": 0, "shapes": 20}
+        least = dict.fromkeys(counts, 1) | {"batch": 2, "shapes": 20}
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
+        for name, high in {"growth": 1000, "shapes": 1_000_000}.items():
+            if getattr(self, name) > high:
+                refuse(name, getattr(self, name), f"at most {high}")
         if self.depth < 10 or self.depth % 6 != 4:
             refuse("depth", self.depth, "4 more than a multiple of 6, as 10, 16, 22, 40 or 100")
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and self.optimizer != "sgd":
+            refuse("momentum", self.momentum, f"left out: {self.optimizer} is used without it")
+        if not 0 <= self.chosen_momentum < 1:
             refuse("momentum", self.momentum, "from 0 to below 1")
         if not 0 < self.val_part < 1:
             refuse("val_part", self.val_part, "between 0 and 1")
@@ -100,15 +101,33 @@ class Config:
         for name in ("momentum", "weight_decay"):
             if name in self.learned and getattr(self, name) == 0:
                 refuse(name, 0, "above 0, since it is learned")
+        if self.transform is not None and "lr" not in self.learned:
+            refuse("transform", self.transform, "left out, since lr is not learned")
 
     @property
     def learned(self) -> list[str]:
-        return self.learn.split(",")
+        return _words(self.learn)
+
+    @property
+    def chosen_arms(self) -> list[str]:
+        return _words(self.arms)
+
+    @property
+    def chosen_momentum(self) -> float:
+        return 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def reads_data(self) -> bool:
+        return True
 
     @property
     def milestones(self) -> tuple[int, int]:
         """Epochs after which the schedule made by hand divides the rate by 10."""
         return self.epochs // 2, 3 * self.epochs // 4
+
+
+def _words(given: str) -> list[str]:
+    return [word.strip() for word in given.split(",")]
 
 
 def _learnable(optimizer: str) -> tuple[str, ...]:
@@ -141,7 +160,7 @@ class MetaLr(Parts):
         self.train, self.test, self.source = loaded
         # Seed after seed: a run that is looked at half done has compared something.
         seeds = range(config.seed, config.seed + config.seeds)
-        self.cells = [(arm, seed) for seed in seeds for arm in config.arms.split(",")]
+        self.cells = [(arm, seed) for seed in seeds for arm in config.chosen_arms]
         pictures = self._pictures(config.seed)
         self.steps = math.ceil(len(pictures.train.labels) / config.batch)
         super().__init__([config.epochs * self.steps] * len(self.cells))
@@ -155,22 +174,23 @@ class MetaLr(Parts):
 
     def result(self) -> dict[str, Any]:
         """Test errors of every arm after the last epoch, and over all epochs."""
-        arms = {arm: self._arm(arm) for arm in self.config.arms.split(",")}
+        arms = {arm: self._arm(arm) for arm in self.config.chosen_arms}
         return {"data": self.source, "epochs": self.config.epochs, "arms": arms}
 
     def _arm(self, arm: str) -> dict[str, Any]:
         mine = [r for r in self.records if r["arm"] == arm]
-        last = [r["test_error"] for r in mine if r["epoch"] == self.config.epochs]
-        found = {
-            "errors": last,
-            "mean": statistics.mean(last),
-            "deviation": statistics.stdev(last) if len(last) > 1 else None,
-            "mean_over_epochs": statistics.mean(r["test_error"] for r in mine),
-            "train_loss": statistics.mean(
-                r["train_loss"] for r in mine if r["epoch"] == self.config.epochs
-            ),
+        diverged = [r["seed"] for r in mine if "diverged" in r]
+        whole = [r for r in mine if r["seed"] not in diverged]
+        last = [r for r in whole if r["epoch"] == self.config.epochs]
+        errors = [r["test_error"] for r in last]
+        return {
+            "errors": errors,
+            "mean": _mean(errors),
+            "deviation": statistics.stdev(errors) if len(errors) > 1 else None,
+            "mean_over_epochs": _mean([r["test_error"] for r in whole]),
+            "train_loss": _mean([r["train_loss"] for r in last]),
+            "diverged": diverged,
         }
-        return found
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
         from innerloop.experiments import _meta_lr_figures
@@ -185,12 +205,21 @@ class MetaLr(Parts):
             f"{'arm':<12}{'test error':>18}{'mean over epochs':>20}{'training loss':>16}  seeds",
         ]
         for arm, found in result["arms"].items():
+            if found["diverged"]:
+                lost = ", ".join(map(str, found["diverged"]))
+                lines.append(f"{arm:<12}diverged with seed {lost}, left out")
+            if not found["errors"]:
+                continue
             spread = "" if found["deviation"] is None else f" ± {100 * found['deviation']:.2f}"
             error = f"{100 * found['mean']:.2f}{spread} %"
             over = f"{100 * found['mean_over_epochs']:.2f} %"
             each = ", ".join(f"{100 * e:.2f}" for e in found["errors"])
             lines.append(f"{arm:<12}{error:>18}{over:>20}{found['train_loss']:>16.3f}  {each}")
         return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

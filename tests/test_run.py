@@ -1,0 +1,248 @@
+"""The folder of a run: whole at any moment, of one process at a time, gone on with as started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from innerloop.__main__ import main
+from innerloop.errors import InnerLoopError
+from innerloop.experiments import maml_rl, sine
+from innerloop.experiments._experiment import STOPPED, WRONG
+from innerloop.experiments._run import Run
+
+TINY = ["sine", "--iterations", "2", "--tasks", "1", "--held-out", "3"]
+
+
+def folder_of(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.start({})
+    return run
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_a_damaged_checkpoint_never_replaces_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder_of(tmp_path)
+    for number in (1, 2):
+        run.save({"number": number})
+    damage(run.folder / "checkpoint.pt")
+    assert run.load() == {"number": 1}
+    assert "the one before it is used" in capsys.readouterr().out
+    # The next save ends in the middle: after the old one is kept, before the new one is there.
+    replace, calls = os.replace, []
+
+    def failing(source: Any, target: Any) -> None:
+        calls.append(target)
+        if str(target).endswith("/checkpoint.pt"):
+            raise OSError("disk")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", failing)
+        with pytest.raises(InnerLoopError, match="disk"):
+            run.save({"number": 3})
+    assert calls
+    assert run.load() == {"number": 1}
+    run.save({"number": 3})
+    assert run.load() == {"number": 3}
+
+
+def test_if_all_are_damaged_it_does_not_speak_of_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder_of(tmp_path)
+    run.save({})
+    damage(run.folder / "checkpoint.pt")
+    with pytest.raises(InnerLoopError, match="no checkpoint in it is whole"):
+        run.load()
+    assert "before" not in capsys.readouterr().out
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    run = folder_of(tmp_path)
+    with run.held(), pytest.raises(InnerLoopError, match="Another process"), run.held():
+        pass
+    with run.held():
+        pass
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    run = folder_of(tmp_path)
+    left = run.folder / ".checkpoint.pt-abcd1234"
+    left.touch()
+    with run.held():
+        assert not left.exists()
+
+
+def test_torchrun_goes_on_with_its_own_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    assert main([*TINY, *out]) == 0
+    result = (tmp_path / "run" / "result.json").read_bytes()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main([*TINY, *out]) == 0  # started again, it has nothing left to do
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert main([*TINY, "--seed", "5", *out]) == WRONG
+    assert "holds a run already" in capsys.readouterr().err
+    same = json.loads(result)["mean_squared_error"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["mean_squared_error"] == same
+
+
+@pytest.mark.parametrize(
+    "forged, said",
+    [
+        ({"done": 10**9}, "of 4 updates"),
+        ({"done": -5}, "of 4 updates"),
+        ({"done": 1.5}, "of 4 updates"),
+        ({"records": [1]}, "records"),
+        ({"records": 3}, "records"),
+        ({"seconds": None}, "float"),
+        ({"state": {}}, "KeyError"),
+        ({"state": []}, "TypeError"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused(
+    forged: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path)]) == 0
+    experiment = sine.Comparison(sine.Config(iterations=2, tasks=1, held_out=3))
+    experiment.records = []
+    Run(tmp_path).save(experiment._whole_state() | forged)
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    error = capsys.readouterr().err
+    assert "does not belong to this run" in error and said in error
+
+
+def test_a_forged_state_is_noticed_at_the_first_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path)]) == 0
+    experiment = sine.Comparison(sine.Config(iterations=2, tasks=1, held_out=3))
+    experiment.records, experiment.done = [], 1
+    state = experiment._whole_state()
+    state["state"]["running"] = "a"
+    Run(tmp_path).save(state)
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    assert "does not belong to this run" in capsys.readouterr().err
+
+
+def test_deeply_nested_settings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_the_result_is_found_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: sine.Comparison) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sine.Comparison, "result", interrupted)
+        assert main([*TINY, "--out", str(tmp_path / "run")]) == STOPPED
+    assert f"--resume {tmp_path / 'run'}" in capsys.readouterr().out
+    assert main(["sine", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_an_interrupt_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sine.Comparison, "__init__", interrupted)
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == STOPPED
+    assert capsys.readouterr().out == "Stopped.\n"
+
+
+def test_pictures_that_cannot_be_written_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sine.Comparison, "draw", full)
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_preset_beside_a_run_to_go_on_with_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == 0
+    assert main(["sine", "--resume", str(tmp_path / "run"), "--preset", "paper"]) == WRONG
+    assert "--preset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["maml", "--seed", "18446744073709551615"], "--seed"),
+        (["meta-lr", "--seed", "99999999999999999999999"], "--seed"),
+        (["hyperopt", "--seed", "99999999999999999999999"], "--seed"),
+        (["estimate", "--seed", "-1"], "--seed"),
+        (["learned-optimizer", "--seed", "10000000000"], "--seed"),
+        (["maml", "--device", "meta"], "--device"),
+        (["meta-lr", "--device", "meta"], "--device"),
+        (["maml", "--filters", "99999999999"], "--filters"),
+        (["meta-lr", "--growth", "99999999"], "--growth"),
+        (["meta-lr", "--optimizer", "rmsprop", "--learn", "momentum"], "--learn"),
+        (["meta-lr", "--optimizer", "adamw", "--momentum", "0.5"], "--momentum"),
+        (["meta-lr", "--learn", "momentum", "--transform", "log"], "--transform"),
+        (["maml", "--learn-betas"], "--learn-betas cannot be with --inner-optim sgd"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(tmp_path / "run")]) == WRONG
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_are_not_guessed_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sine", "--iteration", "3"])
+    assert "--iterations?" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_find_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:
+    """After a run of several seeds, whichever process had the last one."""
+    config = maml_rl.Config(
+        seeds=2, iterations=1, tasks=2, episodes=2, horizon=3, hidden=4, test_tasks=2
+    )
+    training = maml_rl.Training(config)
+    training.records = []
+    while training.done < training.total:
+        training.advance()
+        training.done += training.width
+    fresh = maml_rl.Learner(config, 1)
+    assert training.learner.seed == 1
+    trained, start = (
+        torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
+        for learner in (training.learner, fresh)
+    )
+    assert not torch.equal(trained, start)
