@@ -358,3 +358,20 @@ def test_multi_step_losses_that_cannot_be() -> None:
         algorithms.multi_step_loss(carrying, TRAIN, VAL, [0.5, 0.5, 1.0])
     with pytest.raises(InnerLoopError, match="not 0"):
         algorithms.multi_step_loss(algorithms.maml(net(), loss), TRAIN, VAL, [0.0, 0.0, 0.0])
+
+
+def test_an_adapted_context_leaves_running_statistics_alone():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.line = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+        def forward(self, x, context):
+            return self.line(self.norm(torch.cat([x, context.expand(len(x), 1)], 1)))
+
+    model, x = Normed(), torch.randn(6, 2)
+    inner = algorithms.cavia(model, lambda f, x: (f(x) - 1).square().mean(), context=1)
+    adapted = inner.adapt([x] * 2)
+    before = model.norm.running_mean.clone()
+    adapted(x)
+    assert torch.equal(model.norm.running_mean, before)

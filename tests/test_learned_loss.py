@@ -339,3 +339,15 @@ def test_wrong_settings_are_refused(
     assert code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.float64])
+def test_predictions_of_another_precision(own: torch.dtype) -> None:
+    other = torch.float64 if own == torch.float32 else torch.float32
+    criterion = LearnedLoss(dtype=own)
+    prediction = torch.ones(3, 1, dtype=other, requires_grad=True)
+    loss = criterion(prediction, torch.zeros(3, 1, dtype=other))
+    loss.backward()
+    assert loss.dtype == prediction.grad.dtype == other
+    alike = criterion(prediction.detach().to(own), torch.zeros(3, 1, dtype=own))
+    assert loss.item() == pytest.approx(alike.item(), rel=1e-6)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, four_part
@@ -188,7 +189,9 @@ class _Context(nn.Module):
         self.__dict__["shared"] = model
 
     def forward(self, x: Any) -> Any:
-        return self.shared(x, self.context)
+        # Running statistics stay the model's own, as those of every adapted model.
+        buffers = {name: buffer.clone() for name, buffer in self.shared.named_buffers()}
+        return functional_call(self.shared, buffers, (x, self.context))
 
 
 class _Shared(nn.Module):

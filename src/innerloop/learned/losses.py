@@ -90,7 +90,9 @@ class LearnedLoss(nn.Module):
         if len(extras) != self.extras:
             raise InnerLoopError(_count(self.extras, len(extras)))
         read = [_like(prediction, number) for number in (prediction, target, *extras)]
-        return softplus(self.net(torch.stack(read, dim=-1)).squeeze(-1))
+        # In the precision of its own weights, whatever that of the predictions is.
+        own = torch.stack(read, dim=-1).to(next(self.net.parameters()).dtype)
+        return softplus(self.net(own).squeeze(-1)).to(prediction.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.targets!r}, extras={self.extras}"
