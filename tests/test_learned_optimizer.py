@@ -83,9 +83,7 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
     assert found(tmp_path / "other")["cells"] != found(whole)["cells"]
 
 
-@pytest.mark.parametrize(
-    "whole, after", [({}, 1), ({}, 3), ({}, 5), (PES, 1)], indirect=["whole"]
-)
+@pytest.mark.parametrize("whole, after", [({}, 1), ({}, 3), ({}, 5), (PES, 1)], indirect=["whole"])
 def test_a_stopped_run_goes_on_to_the_same_result(
     whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

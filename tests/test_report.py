@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib")
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _paper_tables as paper
+from innerloop.experiments import _report_figures as figures
 from innerloop.experiments import report as module
 from innerloop.experiments._compared import appendix, averaged, table_1
 from innerloop.experiments._found_runs import read_runs
@@ -137,6 +138,31 @@ def test_folder_and_device_are_no_settings(tmp_path):
     make(tmp_path / "b", seed=1, out="b", device="cuda", data=None)
     found, remarks = means(tmp_path)
     assert next(iter(found.values())).seeds == 2 and not remarks
+
+
+@pytest.mark.parametrize("dataset", ["folder", "cifar-fs"])
+def test_pictures_of_ones_own_from_two_folders_are_two_datasets(dataset, tmp_path):
+    long = "pictures/" * 12
+    for k, data in enumerate((f"/{long}one", f"/{long}one", f"/{long}two", None)):
+        make(tmp_path / str(k), 0.5 + k / 10, seed=k, dataset=dataset, data=data)
+    found, remarks = means(tmp_path)
+    names = [f"{dataset} /{long}one", f"{dataset} /{long}two", f"{dataset} INNERLOOP_DATA"]
+    assert [setup.dataset for setup in found] == names and not remarks
+    assert [mean.mean for mean in found.values()] == pytest.approx([55, 70, 80])
+    lines = report([tmp_path], tmp_path / "page.html").splitlines()
+    printed = "".join(words(line)[0] for line in lines if line.startswith("│"))
+    assert f"/{long}one" in printed and f"/{long}two" in printed  # not cut
+    for name in names:
+        assert f"<td>{name}</td>" in (tmp_path / "page.html").read_text()
+
+
+def test_one_folder_of_pictures_needs_no_name(tmp_path):
+    make(tmp_path / "a", seed=0, dataset="folder", data="x")
+    make(tmp_path / "b", seed=1, dataset="folder", data="x")
+    make(tmp_path / "c", seed=0, dataset="cifar-fs", data="y")
+    found, remarks = means(tmp_path)
+    assert [(s.dataset, m.seeds) for s, m in found.items()] == [("folder", 2), ("cifar-fs", 1)]
+    assert not remarks
 
 
 def test_the_same_seed_twice_counts_once(tmp_path):
@@ -442,6 +468,39 @@ def test_every_setting_of_a_run_is_on_the_page(tmp_path):
     out = tmp_path / "page.html"
     report([tmp_path], out)
     assert "unusual_setting" in out.read_text() and "[1, &#34;two&#34;]" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"),
+    [
+        ([2, 1], "mean prediction of epochs 2, 1; 1.5 minutes"),
+        ([2], "from epoch 2; 1.5 minutes"),
+        (..., "from epoch 3; 1.5 minutes"),
+        ([], "from epoch 3; 1.5 minutes"),
+        ([2, "x"], "over test tasks); 1.5 minutes"),
+    ],
+)
+def test_whose_prediction_it_is(epochs, said, tmp_path):
+    change("result.json", epochs=epochs)(make(tmp_path / "a"))
+    out = tmp_path / "page.html"
+    report([tmp_path], out)
+    assert said in out.read_text()
+
+
+def test_the_legend_hides_no_curve(tmp_path):
+    for model in ("vgg", "resnet-4", "resnet-8"):
+        make(tmp_path / model, model=model)
+    svg = figures.curves(read_runs([tmp_path])[0], "x")
+    frame = re.search(r'id="x-patch_2">\s*<path d="M (\S+) \S+ \s*L (\S+)', svg)
+    legend = svg[svg.index("x-legend_1") :]
+    texts = re.findall(r'<text [^>]* x="(\S+)"', legend)
+    assert len(texts) == 4  # and chance
+    assert min(map(float, texts)) > max(map(float, frame.groups()))
+
+
+def test_axes_are_named(tmp_path):
+    (run,), _ = read_runs([make(tmp_path / "a")])
+    assert re.findall(r">(lr|epoch)</text>", figures.learned(run, "x")["lr"]).count("lr") == 1
 
 
 def browser():

@@ -15,7 +15,8 @@ _LARGEST = {"config.json": 1 << 20, "result.json": 1 << 20, "metrics.jsonl": 1 <
 _NEEDED = {"dataset": str, "way": int, "shot": int, "model": str, "inner_optim": str, "seed": int}
 _LEAST = {"way": 1, "shot": 1, "seed": 0}
 # They say where a run was made, not what it computes.
-_PLACES = ("seed", "out", "data", "device")
+_PLACES = ("out", "data", "device")
+_OWN = ("folder", "cifar-fs")  # whatever lies in the folder is the dataset
 
 
 class Remark(NamedTuple):
@@ -30,7 +31,8 @@ class Result(NamedTuple):
 
     accuracy: float
     interval: float | None
-    epoch: int | None
+    epochs: list[int]
+    """Whose mean prediction it is, the best first."""
     seconds: float | None
 
 
@@ -41,12 +43,14 @@ class FoundRun(NamedTuple):
     config: dict[str, Any]
     records: list[dict[str, Any]]
     result: Result | None
+    dataset: str
+    """Its name, with the folder of the data where other runs have another one."""
 
     @property
     def setup(self) -> Setup:
         c = self.config
         optim = c["inner_optim"].lower()
-        return Setup(c["dataset"], c["way"], c["shot"], c["model"].lower(), optim)
+        return Setup(self.dataset, c["way"], c["shot"], c["model"].lower(), optim)
 
     @property
     def seed(self) -> int:
@@ -55,8 +59,14 @@ class FoundRun(NamedTuple):
     @property
     def settings(self) -> str:
         """What, besides the seed, decides the result; equal for runs that may be averaged."""
-        rest = {name: value for name, value in self.config.items() if name not in _PLACES}
+        rest = {name: value for name, value in decisive(self.config).items() if name != "seed"}
         return json.dumps(rest, sort_keys=True)
+
+
+def decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that decide the result; the folder of the data only if it is the user's own."""
+    places = [name for name in _PLACES if name != "data" or config["dataset"] not in _OWN]
+    return {name: value for name, value in config.items() if name not in places}
 
 
 class UnusableError(Exception):
@@ -75,7 +85,22 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[FoundRun], list[Remark]]:
                 seen.add(real)
                 run = read_run(path, remarks)
                 runs += [] if run is None else [run]
-    return runs, remarks
+    return _told_apart(runs), remarks
+
+
+def _told_apart(runs: list[FoundRun]) -> list[FoundRun]:
+    """With the folder in the name of a dataset of the user's own, where there are several."""
+    names = {(run.dataset, _folder(run)) for run in runs if run.dataset in _OWN}
+    several = [name for name in _OWN if sum(name == known for known, _ in names) > 1]
+    return [
+        run._replace(dataset=f"{run.dataset} {_folder(run)}") if run.dataset in several else run
+        for run in runs
+    ]
+
+
+def _folder(run: FoundRun) -> str:
+    found = run.config.get("data")
+    return "INNERLOOP_DATA" if found is None else str(found)
 
 
 def _candidates(folder: Path, remarks: list[Remark]) -> Iterator[Path]:
@@ -109,7 +134,8 @@ def read_run(folder: Path, remarks: list[Remark]) -> FoundRun | None:
     except UnusableError as why:
         remarks.append(Remark(folder, f"is left out: {why}"))
         return None
-    return FoundRun(folder, config, _records(folder, remarks), _result(folder, remarks))
+    records, result = _records(folder, remarks), read_result(folder, remarks)
+    return FoundRun(folder, config, records, result, config["dataset"])
 
 
 def _check_config(config: dict[str, Any]) -> None:
@@ -123,7 +149,8 @@ def _check_config(config: dict[str, Any]) -> None:
             raise UnusableError(f"config.json has {name} = {_short(value)}, not {wanted}")
 
 
-def _result(folder: Path, remarks: list[Remark]) -> Result | None:
+def read_result(folder: Path, remarks: list[Remark]) -> Result | None:
+    """The result in a folder; ``None`` if there is none, with a remark if it cannot be used."""
     path = folder / "result.json"
     if not os.path.lexists(path):
         return None
@@ -136,15 +163,22 @@ def _result(folder: Path, remarks: list[Remark]) -> Result | None:
     except UnusableError as why:
         remarks.append(Remark(folder, f"counts as unfinished: {why}"))
         return None
-    interval, epoch, seconds = (found.get(name) for name in ("interval", "epoch", "seconds"))
+    interval, seconds = found.get("interval"), found.get("seconds")
     if not is_share(interval):
         remarks.append(Remark(folder, "result.json has no interval that is a number from 0 to 1"))
     return Result(
         float(accuracy),
         float(interval) if is_share(interval) else None,
-        epoch if type(epoch) is int else None,
+        _epochs(found),
         float(seconds) if _is_number(seconds) and seconds >= 0 else None,
     )
+
+
+def _epochs(found: dict[str, Any]) -> list[int]:
+    several = found.get("epochs")
+    some = several if isinstance(several, list) and several else [found.get("epoch")]
+    good = [epoch for epoch in some if type(epoch) is int]
+    return good if len(good) == len(some) else []
 
 
 def _records(folder: Path, remarks: list[Remark]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def curves(runs: Sequence[FoundRun], name: str) -> str | None:
     what = "iteration" if all(_counts(run.records, "iteration") for run in drawn) else "epoch"
     labels = sorted({with_optimizer(*run.setup[3:]) for run in drawn})
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        figure = Figure(figsize=(8.4, 3.6), layout="constrained")
         axes = figure.subplots()
         for label in labels:
             colour = f"C{labels.index(label) % 10}"
@@ -45,7 +45,8 @@ def curves(runs: Sequence[FoundRun], name: str) -> str | None:
         axes.set(xlabel={"iteration": "meta-updates"}.get(what, what), ylabel="validation, %")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        # Beside the curves: with many models it would hide some.
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         return _svg(figure, name)
 
 
@@ -109,7 +110,9 @@ def _learned_figure(epochs: list[int], panels: numpy.ndarray, setting: str, name
     kind = "beta" if setting == "betas" else "step"
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(max(5, 2.6 * count), 2.8), layout="constrained")
-        for k, axes in enumerate(figure.subplots(1, count, sharey=True, squeeze=False)[0]):
+        panes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+        panes[0].set_ylabel(_plain(setting))
+        for k, axes in enumerate(panes):
             for line in shown:
                 colour = colormaps["viridis"](line / max(lines - 1, 1))
                 axes.plot(epochs, panels[:, k, line], color=colour, linewidth=1)

@@ -83,9 +83,11 @@ def outcome(run: FoundRun) -> str:
     text = f"{100 * result.accuracy:.2f} %"
     if result.interval is not None:
         text += f" ± {100 * result.interval:.2f} (95 % interval over test tasks)"
-    if result.epoch is not None:
-        text += f", from epoch {result.epoch}"
-    return text if result.seconds is None else f"{text}, {result.seconds / 60:.1f} minutes"
+    if len(result.epochs) > 1:
+        text += f", mean prediction of epochs {', '.join(map(str, result.epochs))}"
+    elif result.epochs:
+        text += f", from epoch {result.epochs[0]}"
+    return text if result.seconds is None else f"{text}; {result.seconds / 60:.1f} minutes"
 
 
 def _printable(value: Any) -> Any:

@@ -69,7 +69,8 @@ def _summary(runs: Sequence[FoundRun]) -> str:
 def _printed(table: Table) -> str:
     shown = RichTable(title=Text(table.title), title_justify="left")
     for word in table.head:
-        shown.add_column(Text("\n".join(word.split())))  # narrow enough for a terminal
+        # Narrow enough for a terminal; long names go on in the next line.
+        shown.add_column(Text("\n".join(word.split())), overflow="fold")
     for row in table.rows:
         shown.add_row(*[Text(printable(word)) for word in row])
     file = io.StringIO()

@@ -9,20 +9,30 @@ after ``--``.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
-import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _ray_engine, maml
-from innerloop.experiments._command_line import Parser, check_choice, flag, parse, refuse
+from innerloop.experiments._command_line import (
+    Parser,
+    as_json,
+    check_choice,
+    flag,
+    parse,
+    refuse,
+)
 from innerloop.experiments._experiment import STOPPED
-from innerloop.experiments._run import CONFIG, RESULT, stoppable
+from innerloop.experiments._found_runs import decisive, read_result
+from innerloop.experiments._run import Run, Stop, stoppable
 
 _GRID = {
     "dataset": ["omniglot", "mini-imagenet"],
@@ -34,6 +44,8 @@ _GRID = {
 }
 _ENGINES = ("local", "ray")
 _RAY = _ray_engine.Cluster._field_defaults
+_GLANCE = 0.5  # seconds between two looks at whether a stop was asked for
+_FIRST = concurrent.futures.FIRST_COMPLETED
 
 
 class Job(NamedTuple):
@@ -43,15 +55,27 @@ class Job(NamedTuple):
     flags: list[str]
 
     @property
+    def begun(self) -> bool:
+        return Run(self.folder).known
+
+    @property
     def finished(self) -> bool:
-        return (self.folder / RESULT).exists()
+        return self.begun and read_result(self.folder, []) is not None
 
     @property
     def words(self) -> list[str]:
         """What follows after ``innerloop maml``: a start, or going on."""
-        if (self.folder / CONFIG).exists():
-            return ["--resume", str(self.folder)]
+        if self.begun:
+            return ["--resume", str(self.folder), *self._data]
         return [*self.flags, "--out", str(self.folder)]
+
+    @property
+    def _data(self) -> list[str]:
+        """The flag for the folder of the data, which may have moved since the start."""
+        parser = Parser("innerloop sweep")
+        parser.add_argument("--data")
+        named = parser.parse_known_args(self.flags)[0].data
+        return [] if named is None else ["--data", named]
 
     @property
     def command(self) -> list[str]:
@@ -65,7 +89,7 @@ class Job(NamedTuple):
 def jobs(out: Path, chosen: dict[str, list], preset: str, extra: Sequence[str]) -> list[Job]:
     """Every combination that the paper has: mini-ImageNet is 5-way only."""
     found = []
-    for values in itertools.product(*chosen.values()):
+    for values in itertools.product(*map(dict.fromkeys, chosen.values())):  # each once
         one = dict(zip(chosen, values, strict=True))
         if one["dataset"] == "mini-imagenet" and one["way"] == 20 and len(chosen["way"]) > 1:
             continue
@@ -75,44 +99,126 @@ def jobs(out: Path, chosen: dict[str, list], preset: str, extra: Sequence[str]) 
     return found
 
 
+def _check_extra(extra: Sequence[str]) -> None:
+    """Refuse what the sweep itself decides: a folder's name would not say what is in it."""
+    parser = Parser("innerloop sweep")
+    parser.add_argument("--preset")
+    parser.add_argument("--resume")
+    given = parse(maml.Config, extra, parser)
+    if given["resume"] is not None:
+        refuse("resume", given["resume"], "left out: a sweep goes on with what is in --out")
+    for name in (*_GRID, "out", "preset"):
+        if given.get(name) is not None:
+            refuse(name, given[name], "written before --, not after it, as it is for all runs")
+
+
 def _check(each: Sequence[Job]) -> None:
-    """Refuse wrong settings before any run begins."""
+    """Refuse wrong settings before any run begins, and runs that began with others."""
     for job in each:
         parser = Parser("innerloop sweep")
         parser.add_argument("--preset")
         given = parse(maml.Config, job.flags, parser)
-        maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
+        config = maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
+        if job.begun:
+            _check_begun(job, as_json(config))
+
+
+def _check_begun(job: Job, asked: dict[str, Any]) -> None:
+    wanted, found = (
+        decisive(_placed(settings))
+        for settings in (asked, as_json(maml.Config()) | Run(job.folder).config())
+    )
+    names = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if names:
+        told = ", ".join(f"{flag(n)} {found.get(n)} (asked: {wanted.get(n)})" for n in names)
+        raise InnerLoopError(
+            f"{job.folder} holds a run with other settings: {told}. Write the settings that it "
+            "was started with, or name another folder with --out."
+        )
+
+
+def _placed(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the folder of the data written out, as a run keeps it."""
+    where = settings["data"] or os.environ.get("INNERLOOP_DATA")
+    return settings | {"data": where and str(Path(str(where)).absolute())}
 
 
 def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
     """Each run as it ends: finished, failed or stopped. So many are under way at a time."""
-    with stoppable() as stop, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    running: set[subprocess.Popen] = set()
+    told: set[subprocess.Popen] = set()
+    with _stoppable() as stop, concurrent.futures.ThreadPoolExecutor(workers) as pool:
 
         def one(job: Job) -> tuple[Job, str]:
-            code = STOPPED if stop.asked else _call(job, workers)
+            code = STOPPED if stop.asked else _call(job, workers, running)
+            if stop.asked and code == -signal.SIGTERM:  # it was told while it was starting
+                code = STOPPED
             return job, _ray_engine.KINDS.get(code, "failed")
 
-        for ended in concurrent.futures.as_completed([pool.submit(one, job) for job in each]):
-            yield ended.result()
+        waiting = {pool.submit(one, job) for job in each}
+        try:
+            while waiting:
+                ended, waiting = concurrent.futures.wait(waiting, _GLANCE, _FIRST)
+                if stop.asked:
+                    _tell(running, told)
+                for future in ended:
+                    yield future.result()
+        except KeyboardInterrupt:  # asked for twice: the runs are interrupted
+            told.clear()
+            raise
+        finally:
+            stop.asked = True
+            _tell(running, told)
 
 
-def _call(job: Job, workers: int) -> int:
+@contextlib.contextmanager
+def _stoppable() -> Iterator[Stop]:
+    """A closed terminal stops the work, too: the runs, in sessions of their own, do not see it."""
+    with stoppable() as stop:
+        main_thread = threading.current_thread() is threading.main_thread()
+        if not main_thread or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+            yield stop
+            return
+        signal.signal(signal.SIGHUP, lambda *_: setattr(stop, "asked", True))
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _tell(running: set[subprocess.Popen], told: set[subprocess.Popen]) -> None:
+    """Ask each run to stop, once: a second time would interrupt its update."""
+    for process in running - told:
+        told.add(process)
+        process.terminate()
+
+
+def _call(job: Job, workers: int, running: set[subprocess.Popen]) -> int:
     """A process of its own; several side by side show no bars, but write into a log."""
     if workers == 1:
-        return subprocess.run(job.command).returncode
+        return _ended(running, job.command)
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = {"OMP_NUM_THREADS": str(max(_ray_engine.cores() // workers, 1))}
     with open(job.log, "a") as log:
-        environment = threads | os.environ
-        return subprocess.run(job.command, stdout=log, stderr=log, env=environment).returncode
+        return _ended(running, job.command, stdout=log, stderr=log, env=threads | os.environ)
+
+
+def _ended(running: set[subprocess.Popen], command: list[str], **how: Any) -> int:
+    """Its exit code. In a session of its own, a terminal's Ctrl-C reaches it only by ``_tell``."""
+    process = subprocess.Popen(command, start_new_session=True, **how)
+    running.add(process)
+    try:
+        return process.wait()
+    finally:
+        running.discard(process)
 
 
 def _shown(job: Job) -> str:
-    try:
-        found = json.loads((job.folder / RESULT).read_text())
-        return f", {100 * found['accuracy']:.2f} % ± {100 * found['interval']:.2f}"
-    except (OSError, ValueError, KeyError):
+    result = read_result(job.folder, [])
+    if result is None:
         return ""
+    interval = "" if result.interval is None else f" ± {100 * result.interval:.2f}"
+    return f", {100 * result.accuracy:.2f} %{interval}"
 
 
 def _parser() -> Parser:
@@ -167,7 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         engine = _engine(args)
         chosen = {name: args[name] for name in _GRID}
-        each = jobs(args["out"], chosen, args["preset"], words[cut + 1 :])
+        extra = words[cut + 1 :]
+        _check_extra(extra)
+        each = jobs(args["out"], chosen, args["preset"], extra)
         _check(each)
         open_ones = [job for job in each if not job.finished]
         print(f"{len(each)} runs, {len(each) - len(open_ones)} finished already.", flush=True)
