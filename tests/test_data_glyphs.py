@@ -62,6 +62,22 @@ def test_empty_splits_are_refused():
         glyphs(train=0)
 
 
+@pytest.mark.parametrize("settings", [{"train": 2.5}, {"drawings": "9"}, {"seed": 2**63}])
+def test_numbers_that_are_not_whole_or_too_large_are_refused(settings):
+    [(name, value)] = settings.items()
+    with pytest.raises(InnerLoopError, match=f"{name}={value!r}.*whole number"):
+        load("glyphs", **settings)
+
+
+def test_settings_of_another_dataset_are_refused(tmp_path):
+    with pytest.raises(InnerLoopError, match=r"rotations.*'glyphs'.*train, val, test, drawings"):
+        load("glyphs", rotations=False)
+    with pytest.raises(InnerLoopError, match=r"size.*'mini-imagenet'.*nothing further\."):
+        load("mini-imagenet", tmp_path, size=32)
+
+
 def test_unknown_datasets_are_refused():
     with pytest.raises(InnerLoopError, match=r"'mnist'.*glyphs, omniglot"):
         load("mnist")
+    with pytest.raises(InnerLoopError, match="one of glyphs"):
+        load(["glyphs"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import datasets
 from datasets import REAL, needs_real
@@ -18,6 +19,8 @@ from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omnigl
 from innerloop.errors import InnerLoopError
 
 SPLITS = (3, 1, 2)
+
+needs_links = pytest.mark.skipif(not hasattr(os, "symlink"), reason="no symbolic links here")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,21 @@ def test_omniglot_with_a_missing_drawing(tmp_path):
         omniglot(tmp_path, splits=SPLITS)
 
 
+def test_omniglot_with_one_part_twice(tmp_path):
+    files = datasets.omniglot_files("images_background", 4)
+    for part in ("images_background", "images_evaluation"):
+        datasets.write_zip(tmp_path / f"{part}.zip", files)
+    with pytest.raises(InnerLoopError, match=r"in images_background.zip and again in images_eval"):
+        omniglot(tmp_path, splits=SPLITS)
+
+
+@pytest.mark.parametrize("settings", [{"seed": 2**64}, {"splits": (3.0, 1, 2)}, {"splits": (3, 1)}])
+def test_omniglot_settings_without_a_meaning(tmp_path, settings):
+    write_omniglot(tmp_path, "zip")
+    with pytest.raises(InnerLoopError, match=next(iter(settings))):
+        omniglot(tmp_path, **{"splits": SPLITS, **settings})
+
+
 @pytest.mark.parametrize("prefix", ["", "mini-imagenet/"])
 def test_mini_imagenet_zip(tmp_path, prefix):
     path = tmp_path / "mini-imagenet.zip"
@@ -85,7 +103,19 @@ def test_mini_imagenet_folder(tmp_path):
     assert len(load("mini-imagenet", tmp_path / "mini-imagenet").train) == 2
 
 
+def listed_again(part, label):
+    """Adds a picture of train.csv, n00_0.jpg, to a class of some csv file."""
+
+    def change(files):
+        files[f"{part}.csv"] += f"\nn00_0.jpg,{label}".encode()
+
+    return change
+
+
 MINI_MISTAKES = {
+    "in two splits": (listed_again("test", "n20"), "n00_0.jpg is in class 'n00'.* 'n20' of test"),
+    "in two classes": (listed_again("train", "n01"), "n00_0.jpg is in class 'n00'.* class 'n01'"),
+    "twice in a class": (listed_again("train", "n00"), "n00_0.jpg is in class 'n00'.*again in"),
     "no csv": (lambda f: f.pop("val.csv"), "0 files named val.csv"),
     "no picture": (lambda f: f.pop("images/n10_1.jpg"), "images/n10_1.jpg.*missing"),
     "no label": (lambda f: f.update({"test.csv": b"filename,label\na.jpg"}), "line 2 of test.csv"),
@@ -136,11 +166,91 @@ def test_wrong_folders(tmp_path):
         folder(tmp_path / "b", channels=4)
 
 
-@pytest.mark.skipif(not hasattr(os, "symlink"), reason="no symbolic links here")
+FOLDER_MISTAKES = {
+    "class in two splits": ("test/train_class0/0.png", "'train_class0' is in train/ and again in"),
+    "class of classes": ("train/animals/dog/0.png", "'train/animals/dog/0.png' is not at train/cl"),
+    "no class": ("val/0.png", "'val/0.png' is not at val/class/picture"),
+    "second place": ("backup/train/x/0.png", r"in \./ and in \./backup/"),
+    "other type": ("train/train_class0/0.bmp", "0.bmp' is neither PNG nor JPEG"),
+    "no pictures": ("train/notes/0.txt", "no pictures in train/notes/"),
+    "empty class": ("train/nothing/", "no pictures in train/nothing/"),
+}
+
+
+@pytest.mark.parametrize("write", ["folder", "zip"])
+@pytest.mark.parametrize("mistake", FOLDER_MISTAKES)
+def test_no_picture_of_a_folder_is_dropped_or_moved(tmp_path, mistake, write):
+    name, words = FOLDER_MISTAKES[mistake]
+    files, path = datasets.folder_files(), tmp_path / "data"
+    if write == "zip":
+        path = datasets.write_zip(tmp_path / "data.zip", {**files, name: datasets.picture(5, 32)})
+    elif name.endswith("/"):
+        datasets.write_folder(path, files)
+        folder(path)  # the empty class is noticed though all else is in the cache
+        (path / name).mkdir()
+    else:
+        datasets.write_folder(path, {**files, name: datasets.picture(5, 32)})
+    with pytest.raises(InnerLoopError, match=words):
+        folder(path)
+
+
+def test_folders_around_and_beside_the_splits(tmp_path):
+    files = {f"a/b/{name}": content for name, content in datasets.folder_files().items()}
+    files |= {"a/b/logo.png": b"", "a/b/more/0.png": b"", "a/b/train/train_class0/notes.txt": b""}
+    files["a/b/train/test/0.png"] = datasets.picture(5, 32)  # a class that is called test
+    splits = folder(datasets.write_zip(tmp_path / "data.zip", files))
+    assert [len(images) for images in splits] == [4, 3, 3] and splits.train.names[0] == "test"
+
+
+@pytest.mark.parametrize("settings", [{"size": "8"}, {"size": 8.5}, {"size": 1025}, {"size": 0}])
+def test_a_size_that_is_none_is_refused(tmp_path, settings):
+    datasets.write_folder(tmp_path, datasets.folder_files())
+    with pytest.raises(InnerLoopError, match=f"size={settings['size']!r}.*from 1 to 1024"):
+        folder(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grey_of_16_bits_is_scaled(tmp_path, channels):
+    out = io.BytesIO()
+    Image.fromarray(np.array([[0, 255], [32768, 65535]], dtype=np.uint16)).save(out, "PNG")
+    files = datasets.folder_files(size=2) | {"train/train_class0/0.png": out.getvalue()}
+    datasets.write_folder(tmp_path, files)
+    pixels = folder(tmp_path, channels=channels).train.pixels
+    assert pixels[0].tolist() == [[[0, 0], [128, 255]]] * channels
+
+
+@needs_links
 def test_a_link_in_a_circle_does_not_hang(tmp_path):
     datasets.write_folder(tmp_path, datasets.folder_files())
     (tmp_path / "train" / "again").symlink_to(tmp_path, target_is_directory=True)
     assert len(folder(tmp_path).train) == 3
+
+
+@needs_links
+def test_two_folders_that_link_to_each_other_do_not_hang(tmp_path):
+    datasets.write_folder(tmp_path, datasets.folder_files())
+    for name, other in (("one", "two"), ("two", "one")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").symlink_to(tmp_path / other, target_is_directory=True)
+    assert len(folder(tmp_path).train) == 3
+
+
+@needs_links
+def test_classes_may_be_links(tmp_path):
+    """All of them, to a folder beside the splits; and one to another class, which stays."""
+    for name, content in datasets.folder_files().items():
+        part, label, file = name.split("/")
+        datasets.write_folder(tmp_path / "all", {f"{label}/{file}": content})
+        (tmp_path / part).mkdir(exist_ok=True)
+        if not (tmp_path / part / label).exists():
+            (tmp_path / part / label).symlink_to(f"../all/{label}", target_is_directory=True)
+    (tmp_path / "train" / "a").symlink_to("../train/train_class0", target_is_directory=True)
+    splits = folder(tmp_path)
+    assert [len(images) for images in splits] == [4, 3, 3]
+    assert splits.train.names == ("a", "train_class0", "train_class1", "train_class2")
+    (tmp_path / "test" / "train_class0").symlink_to("../all/train_class0")
+    with pytest.raises(InnerLoopError, match="'train_class0' is in train/ and again in test/"):
+        folder(tmp_path)
 
 
 def test_cifar10_archive_and_folder(tmp_path):
@@ -367,7 +477,8 @@ def test_mutated_pickles(tmp_path, mutations):
 def test_mutated_pictures(tmp_path, mutations, kind):
     ending = {"PNG": "png", "JPEG": "jpg"}[kind]
     files = {
-        f"{part}/a/1.{ending}": datasets.picture(9, 32, "RGB", kind) for part in ("val", "test")
+        f"{part}/{part}/1.{ending}": datasets.picture(9, 32, "RGB", kind)
+        for part in ("val", "test")
     }
     datasets.write_folder(tmp_path / kind, files)
     path = tmp_path / kind / "train" / "a" / f"1.{ending}"

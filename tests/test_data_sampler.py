@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -106,6 +107,61 @@ def test_a_state_of_another_sampler_is_refused():
         Sampler(images, 3, 1, 2, 4).load_state_dict({})
 
 
+def test_a_state_of_other_pictures_is_refused():
+    """As many, of the same shape: only their names or their pixels tell them apart."""
+    images = numbered([5] * 8)
+    state = Sampler(images, 3, 1, 2, 4).state_dict()
+    renamed = Images(images.pixels, images.offsets, tuple("abcdefgh"))
+    redrawn = Images(images.pixels.flip(-1), images.offsets, images.names)
+    for other in (renamed, redrawn):
+        with pytest.raises(InnerLoopError, match="the same split"):
+            Sampler(other, 3, 1, 2, 4).load_state_dict(state)
+    Sampler(numbered([5] * 8), 3, 1, 2, 4).load_state_dict(state)
+
+
+def test_every_picture_of_a_large_split_is_in_the_digest():
+    images = Images.stack({"a": [torch.zeros(1, 300, 300, dtype=torch.uint8)] * 50})
+    for picture in (0, 17, 49):
+        other = Images(images.pixels.clone(), images.offsets, images.names)
+        other.pixels[picture] = 1
+        assert other.digest != images.digest
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda state: None,
+        lambda state: {k: v for k, v in state.items() if k != "generator"},
+        lambda state: {**state, "generator": None},
+        lambda state: {**state, "generator": state["generator"][:3]},
+        lambda state: {**state, "generator": torch.zeros_like(state["generator"])},
+    ],
+    ids=["none", "no generator", "empty generator", "half a generator", "no random numbers"],
+)
+def test_a_damaged_state_is_refused(damaged):
+    sampler = Sampler(numbered([5] * 8), 3, 1, 2, 4)
+    with pytest.raises(InnerLoopError, match="saved sampler"):
+        sampler.load_state_dict(damaged(sampler.state_dict()))
+
+
+def test_an_episode_goes_to_a_dtype_or_a_device():
+    episode = Sampler(numbered([3, 3]), 2, 1, 1, 2).sample()
+    for part in episode.to(torch.float64):
+        assert part.x.dtype == torch.float64 and part.y.dtype == torch.int64
+    for part in episode.to("meta"):
+        assert part.x.device.type == part.y.device.type == "meta"
+    for wrong in (torch.int64, "nowhere", None, 0.5):
+        with pytest.raises(InnerLoopError, match="a device, or a dtype"):
+            episode.to(wrong)
+
+
+def test_tasks_of_an_episode_are_chosen_by_a_slice():
+    episode = Sampler(numbered([3, 3]), 2, 1, 1, 3).sample()
+    assert torch.equal(episode.tasks(slice(1, 3)).query.x, episode.query.x[1:])
+    with pytest.raises(InnerLoopError, match=r"slice\(0, 1\)"):
+        episode.tasks(0)
+
+
 def test_changing_an_episode_does_not_change_the_next():
     sampler = Sampler(numbered([3, 3]), 2, 1, 1, 1)
     sampler.sample().support.y.fill_(9)
@@ -119,6 +175,11 @@ def test_changing_an_episode_does_not_change_the_next():
         ({"query": 5}, "at most 5 per class: class '0'"),
         ({"shot": 0}, "at least 1"),
         ({"tasks": 0}, "at least 1"),
+        ({"way": 3.0}, "way=3.0.*whole number"),
+        ({"way": "3"}, "way='3'.*whole number"),
+        ({"shot": True}, "shot=True.*whole number"),
+        ({"seed": 2**70}, "seed=.*whole number, from"),
+        ({"seed": 0.5}, "seed=0.5.*whole number"),
     ],
 )
 def test_impossible_tasks_are_refused(settings, words):
@@ -142,6 +203,52 @@ def test_selected_classes_keep_their_pictures():
     assert images.pixels[:, 0, 0, 0].tolist() == [2, 2, 2, 2, 0, 0]
 
 
+def test_whole_numbers_of_other_libraries_are_taken():
+    settings = [np.int64(3), torch.tensor(1), np.uint8(2), 4]
+    sampler = Sampler(numbered([5] * 8), *settings, seed=np.int32(1))
+    assert sampler.sample().support.x.shape == (4, 3, 1, 1, 2)
+    assert numbered([2, 3, 4]).select(np.array([2, 0])).names == ("2", "0")
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        torch.tensor([False, False, True]),
+        [True, False, True],
+        np.array([False, True, True]),
+        [1.9],
+        torch.tensor([1.0]),
+        [1, 1],
+        [3],
+        [-1],
+        [],
+        [[0]],
+        ["0"],
+        0,
+    ],
+)
+def test_classes_that_are_no_numbers_of_classes_are_refused(classes):
+    with pytest.raises(InnerLoopError, match="from 0 to 2, at least one, and none twice"):
+        numbered([2, 3, 4]).select(classes)
+
+
+@pytest.mark.parametrize(
+    "by_class",
+    [
+        {},
+        {"a": []},
+        {"a": [torch.zeros(1, 2, 2).byte()], "b": [torch.zeros(1, 3, 3).byte()]},
+        {"a": [torch.zeros(1, 2, 2).byte()], "b": []},
+        {"a": [torch.zeros(1, 2, 2)]},
+        {"a": np.zeros((3, 1, 2, 2), dtype=np.uint8)},
+    ],
+    ids=["no classes", "no pictures", "two sizes", "an empty class", "floats", "an array"],
+)
+def test_pictures_that_cannot_be_stacked_are_refused(by_class):
+    with pytest.raises(InnerLoopError, match=r"stack\("):
+        Images.stack(by_class)
+
+
 def test_parts_that_do_not_fit_are_refused():
     pixels = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
     for offsets, names in [([0, 3], ("a",)), ([0, 4], ()), ([0, 4, 4], ("a", "b"))]:
@@ -149,3 +256,7 @@ def test_parts_that_do_not_fit_are_refused():
             Images(pixels, torch.tensor(offsets), names)
     with pytest.raises(InnerLoopError, match="uint8"):
         Images(pixels.float(), torch.tensor([0, 4]), ("a",))
+    with pytest.raises(InnerLoopError, match="offsets list of 2"):
+        Images(pixels, [0, 4], ("a",))
+    with pytest.raises(InnerLoopError, match="pixels ndarray"):
+        Images(pixels.numpy(), torch.tensor([0, 4]), ("a",))

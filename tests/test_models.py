@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -228,8 +229,25 @@ def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
         ("densenet-bc-12-4", {}, "depth=4"),
         ("densenet-bc-0-10", {}, "growth=0"),
         ("densenet-bc-12-100", {"filters": 24}, "densenet-bc-24-100"),
+        ("densenet-bc-12-40", {"size": -3}, "size=-3"),
+        ("densenet-bc-12-40", {"size": 3}, "size=3 to densenet-bc-12-40.*4 by 4"),
     ],
 )
 def test_impossible_shapes_are_refused(name, options, said):
     with pytest.raises(InnerLoopError, match=said):
         models.build(name, **{"in_channels": 1, "classes": 5} | options)
+
+
+@pytest.mark.parametrize("name", FEW_SHOT)
+def test_whole_numbers_of_other_libraries_are_taken(name):
+    shape = {"in_channels": np.int64(1), "classes": torch.tensor(5), "size": np.uint8(20)}
+    model = models.build(name, **shape, filters=np.int32(4))
+    assert model(torch.rand(3, 1, 20, 20)).shape == (3, 5)
+    assert all(type(m.in_features) is int for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("name", ["vgg", "mlp"])
+def test_images_that_a_linear_layer_does_not_fit_are_refused(name):
+    model = models.build(name, in_channels=1, classes=5, size=32, filters=4)
+    with pytest.raises(InnerLoopError, match=r"square, of the size the model was built for"):
+        model(torch.rand(3, 1, 48, 32))

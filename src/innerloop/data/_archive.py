@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -25,6 +25,10 @@ class Source(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
+        ...
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders that are listed as such, sorted, without hidden ones."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -59,15 +63,16 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
-        found, seen = [], set()
-        for folder, folders, files in os.walk(self.path, followlinks=True):
-            real = os.path.realpath(folder)
-            if real in seen:  # a link that leads back to a folder above it
-                folders.clear()
-                continue
-            seen.add(real)
-            found += [Path(folder, file).relative_to(self.path).as_posix() for file in files]
-        return sorted(name for name in found if not _hidden(name))
+        return sorted(name for name, is_folder in self._found if not is_folder)
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders, sorted, without hidden ones."""
+        return sorted(name for name, is_folder in self._found if is_folder)
+
+    @cached_property
+    def _found(self) -> list[tuple[str, bool]]:
+        below = _below(self.path, {self.path.resolve()})
+        return [(path.relative_to(self.path).as_posix(), is_folder) for path, is_folder in below]
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
@@ -91,8 +96,12 @@ class Zip:
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
-        files = {info.filename for info in self._archive.infolist() if not info.is_dir()}
-        return sorted(name for name in files if not _hidden(name))
+        return _shown({info.filename for info in self._archive.infolist() if not info.is_dir()})
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders that are listed as such, sorted, without hidden ones."""
+        listed = (info.filename for info in self._archive.infolist() if info.is_dir())
+        return _shown(name.rstrip("/") for name in listed)
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
@@ -118,7 +127,11 @@ class Tar:
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
-        return sorted(name for name in self._members if not _hidden(name))
+        return _shown(self._members)
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders that are listed as such, sorted, without hidden ones."""
+        return _shown(member.name for member in self._archive.getmembers() if member.isdir())
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
@@ -139,7 +152,9 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file, or of the names, sizes and times of the files in a folder."""
     digest = hashlib.sha256()
     if path.is_dir():
-        for name in Folder(path).names():
+        source = Folder(path)
+        digest.update("\n".join([*source.folders(), ""]).encode())
+        for name in source.names():
             status = (path / name).stat()
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
@@ -147,6 +162,22 @@ def checksum(path: Path) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _below(folder: Path, above: set[Path]) -> Iterator[tuple[Path, bool]]:
+    """All files and folders, and which it is; no links that lead back to a folder above them."""
+    for path in folder.iterdir():
+        if _hidden(path.name):
+            continue
+        if not path.is_dir():
+            yield path, False
+        elif (real := path.resolve()) not in above:
+            yield path, True
+            yield from _below(path, above | {real})
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not _hidden(name))
 
 
 def _hidden(name: str) -> bool:

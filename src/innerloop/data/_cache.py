@@ -19,7 +19,7 @@ import torch
 from innerloop.data._archive import checksum
 from innerloop.data._refusal import reading
 
-FORMAT = 1  # raise it when decoding changes: older files are then not used any more
+FORMAT = 2  # raise it when decoding changes: older files are then not used any more
 
 Content = dict[str, Any]
 

@@ -27,6 +27,8 @@ def decode(source: Source, name: str, channels: int, size: int | None) -> Tensor
         # A small file that claims to be a huge picture: refuse it, do not fill the memory.
         warnings.simplefilter("error", image_module.DecompressionBombWarning)
         with image_module.open(io.BytesIO(source.read(name)), formats=("PNG", "JPEG")) as picture:
+            if picture.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+                picture = picture.convert("I").point(lambda value: value / 256)
             # First to grey or RGB: Pillow resizes black-and-white pictures without a filter.
             picture = picture.convert("L" if channels == 1 else "RGB")
             if size is not None and picture.size != (size, size):

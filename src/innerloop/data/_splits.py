@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from innerloop.data._cache import Content
 from innerloop.data.images import Images, Splits
 
@@ -20,3 +22,13 @@ def unpacked(content: Content) -> Splits:
     """Return the splits that were packed."""
     parts = (content[name] for name in PARTS)
     return Splits(*(Images(p["pixels"], p["offsets"], tuple(p["names"])) for p in parts))
+
+
+def repeated(places: Iterable[tuple[str, str]]) -> str | None:
+    """Say what is in two places, of ``(what, place)``: splits share no class and no picture."""
+    first: dict[str, str] = {}
+    for what, place in places:
+        if what in first:
+            return f"{what} is in {first[what]} and again in {place}"
+        first[what] = place
+    return None

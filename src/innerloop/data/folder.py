@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from innerloop.data._archive import Source, opened
 from innerloop.data._cache import Content, cached
 from innerloop.data._decode import decode, is_picture, same_size
 from innerloop.data._locate import data_root
+from innerloop.data._numbers import whole
 from innerloop.data._refusal import refused
-from innerloop.data._splits import PARTS, packed, unpacked
+from innerloop.data._splits import PARTS, packed, repeated, unpacked
 from innerloop.data.images import Images, Splits
 from innerloop.errors import InnerLoopError, four_part
 
 EXPECTED = "train/class/picture, val/class/picture and test/class/picture, PNG or JPEG"
+UNREAD = (".bmp", ".gif", ".tif", ".tiff", ".webp")
+LARGEST = 1024  # pixels; pictures of a few-shot task are far smaller
+
+_SPLIT = re.compile(rf"((?:[^/]+/)*?)(?:{'|'.join(PARTS)})/")
 
 
 def folder(
@@ -21,17 +27,20 @@ def folder(
 ) -> Splits:
     """Read your own pictures: ``root/{train,val,test}/class/*.png`` (or ``.jpg``), or a zip of it.
 
-    With ``size``, pictures of another size are resized to ``size x size`` (Lanczos); without, all
-    must have one size. ``channels`` is 3 for RGB, 1 for grey. The folders are the split, so
-    ``seed`` changes nothing.
+    A class is in one split only, and a picture directly in its class. Other folders may lie around
+    the three, or beside them, where they are not read. With ``size``, at most 1024, pictures of
+    another size are resized to ``size x size`` (Lanczos); without, all must have one size.
+    ``channels`` is 3 for RGB, 1 for grey. The folders are the split, so ``seed`` changes nothing.
 
     Returns pictures ``[n, channels, height, width]``.
     """
-    if channels not in (1, 3) or (size is not None and size < 1):
+    size = None if size is None else whole("size", size, most=LARGEST)
+    channels = whole("channels", channels)
+    if channels not in (1, 3):
         raise InnerLoopError(
             four_part(
-                f"You asked for pictures with channels={channels} and size={size}.",
-                "3 channels (RGB) or 1 (grey), and a positive size or none.",
+                f"You asked for pictures with channels={channels}.",
+                "3 channels (RGB) or 1 (grey).",
                 "these are the pictures that PNG and JPEG files hold.",
                 "folder(root, size=32, channels=3).",
             )
@@ -58,18 +67,44 @@ def _decoded(path: Path, size: int | None, channels: int) -> Content:
 
 
 def _listing(source: Source) -> dict[str, dict[str, list[str]]]:
-    """The pictures of each class of each split. One folder around all of them is allowed."""
+    """The pictures of each class of each split. What lies beside the three folders is not read."""
+    prefix = _prefix(source)
     found: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
-    for name in filter(is_picture, source.names()):
-        parts = name.split("/")
-        if len(parts) >= 3 and parts[-3] in found:
-            found[parts[-3]].setdefault(parts[-2], []).append(name)
+    for name in [*(f"{name}/" for name in source.folders()), *source.names()]:
+        part, _, inside = name.removeprefix(prefix).partition("/")
+        if not name.startswith(prefix) or part not in found:
+            continue
+        label, in_class, file = inside.partition("/")
+        if is_picture(name) and (not in_class or "/" in file):
+            raise _wrong(source, f"the picture {name!r} is not at {prefix}{part}/class/picture")
+        if name.lower().endswith(UNREAD):
+            raise _wrong(source, f"the picture {name!r} is neither PNG nor JPEG")
+        if in_class:
+            found[part].setdefault(label, []).extend([name] if is_picture(name) else [])
     for part, by_class in found.items():
-        if not by_class:
-            raise refused(
-                source.path,
-                f"it has no pictures in {part}/class/",
-                EXPECTED,
-                "root=... with the folder that holds train/, val/ and test/",
-            )
+        for label, files in (by_class or {"class": []}).items():
+            if not files:
+                raise _wrong(source, f"it has no pictures in {prefix}{part}/{label}/")
+    places = ((f"class {c!r}", f"{part}/") for part, by_class in found.items() for c in by_class)
+    if problem := repeated(places):
+        raise _wrong(source, problem)
     return found
+
+
+def _prefix(source: Source) -> str:
+    """The folder that holds train/, val/ and test/: empty, or a name that ends with a slash."""
+    matches = map(_SPLIT.match, filter(is_picture, source.names()))
+    prefixes = sorted({match[1] for match in matches if match})
+    if len(prefixes) > 1:
+        held = " and in ".join(f"./{prefix}" for prefix in prefixes)
+        raise _wrong(source, f"it has train/, val/ or test/ in {held}")
+    return prefixes[0] if prefixes else ""
+
+
+def _wrong(source: Source, problem: str) -> InnerLoopError:
+    return refused(
+        source.path,
+        problem,
+        f"{EXPECTED}, each class in one of the three",
+        "root=... with the folder that holds train/, val/ and test/, and nothing else in these",
+    )

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from innerloop.data._numbers import whole
 from innerloop.data.images import Images, Splits
-from innerloop.errors import InnerLoopError, four_part
 
 SIZE = 28
 MOST_STROKES = 4
@@ -34,16 +34,10 @@ def glyphs(
         >>> list(splits.train.pixels.shape), len(splits.test)
         ([48, 1, 28, 28], 4)
     """
-    sizes = {"train": train, "val": val, "test": test}
-    if min(train, val, test, drawings) < 1:
-        raise InnerLoopError(
-            four_part(
-                f"You asked for {train}, {val} and {test} classes with {drawings} drawings.",
-                "at least 1 of each.",
-                "a split without pictures has no tasks.",
-                "glyphs(train=1000, val=100, test=200, drawings=20).",
-            )
-        )
+    given = {"train": train, "val": val, "test": test}
+    sizes = {name: whole(name, classes) for name, classes in given.items()}
+    drawings = whole("drawings", drawings)
+    seed = whole("seed", seed, -(2**61), 2**62)  # three times as much must be a seed for torch
     return Splits(
         *(
             _split(name, classes, drawings, torch.Generator().manual_seed(3 * seed + number))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from innerloop.data._numbers import as_index
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -37,21 +40,25 @@ class Images:
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
         sound = (
-            self.pixels.dtype == torch.uint8
+            isinstance(self.pixels, Tensor)
+            and self.pixels.dtype == torch.uint8
             and self.pixels.ndim == 4
+            and isinstance(self.offsets, Tensor)
             and self.offsets.dtype == torch.int64
+            and self.offsets.ndim == 1
             and self.offsets.tolist()[:1] == [0]
             and self.offsets[-1].item() == len(self.pixels)
             and bool((self.counts > 0).all())
+            and isinstance(self.names, tuple | list)
             and len(self.names) == len(self.offsets) - 1
         )
         if not sound:
             raise InnerLoopError(
                 four_part(
-                    f"You gave Images pixels {self.pixels.dtype} {list(self.pixels.shape)}, "
-                    f"{len(self.offsets)} offsets and {len(self.names)} names.",
-                    "uint8 pixels [pictures, channel, height, width], int64 offsets that rise from "
-                    "0 to the number of pictures, one name per class.",
+                    f"You gave Images pixels {_said(self.pixels)}, offsets {_said(self.offsets)} "
+                    f"and names {_said(self.names)}.",
+                    "uint8 pixels [pictures, channel, height, width], an int64 tensor of offsets "
+                    "that rise from 0 to the number of pictures, one name per class.",
                     "a class is a range of rows of one tensor, and no class is empty.",
                     "Images.stack(pictures_by_class), which works the offsets out.",
                 )
@@ -61,8 +68,18 @@ class Images:
     def stack(cls, by_class: dict[str, Sequence[Tensor]]) -> Images:
         """Make a split from the pictures of each class, ``[channel, height, width]`` uint8 each."""
         counts = torch.tensor([0, *(len(pictures) for pictures in by_class.values())])
-        pixels = torch.stack([p for pictures in by_class.values() for p in pictures])
-        return cls(pixels, counts.cumsum(0), tuple(by_class))
+        pictures = [p for pictures in by_class.values() for p in pictures]
+        if len({_said(p) for p in pictures}) != 1 or not isinstance(pictures[0], Tensor):
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {len(pictures)} pictures: "
+                    f"{', '.join(sorted({_said(p) for p in pictures})) or 'no classes'}.",
+                    "uint8 tensors [channel, height, width] of one shape, at least one per class.",
+                    "all pictures of a split are one tensor.",
+                    "Images.stack({'a': [picture, ...], 'b': [...]}), resized to one size.",
+                )
+            )
+        return cls(torch.stack(pictures), counts.cumsum(0), tuple(by_class))
 
     def __len__(self) -> int:
         """How many classes there are."""
@@ -78,13 +95,33 @@ class Images:
         """``[pictures]``: the class of each picture, for ordinary training."""
         return torch.repeat_interleave(self.counts).to(self.pixels.device)
 
+    @cached_property
+    def digest(self) -> str:
+        """A short checksum of the names, the offsets and about a million of the pixels."""
+        pixels = self.pixels.flatten()
+        # An odd step, so that it does not hit the same places of every picture.
+        some = pixels[:: max(1, len(pixels) // 2**20) | 1].tolist()
+        told = [list(self.names), self.offsets.tolist(), list(self.pixels.shape)]
+        return hashlib.sha256(repr(told).encode() + bytes(some)).hexdigest()[:16]
+
     def to(self, device: torch.device | str) -> Images:
         """Return the same pictures on another device."""
         return Images(self.pixels.to(device), self.offsets, self.names)
 
     def select(self, classes: Sequence[int] | Tensor) -> Images:
         """Return the classes with these numbers, in this order."""
-        chosen = torch.as_tensor(classes, dtype=torch.int64).tolist()
+        listed = classes.tolist() if isinstance(classes, Tensor) else classes
+        numbers = [as_index(c) for c in listed] if isinstance(listed, Iterable) else []
+        chosen = [c for c in numbers if c is not None and 0 <= c < len(self)]
+        if not chosen or len({*chosen}) < len(numbers):
+            raise InnerLoopError(
+                four_part(
+                    f"You selected the classes {classes!r}.",
+                    f"whole numbers from 0 to {len(self) - 1}, at least one, and none twice.",
+                    "a class is chosen by its number, and is in a split once.",
+                    "images.select([0, 2]), or images.select(mask.nonzero().flatten()) for a mask.",
+                )
+            )
         starts = self.offsets.tolist()
         rows = torch.cat([torch.arange(starts[c], starts[c + 1]) for c in chosen])
         counts = torch.cat([torch.zeros(1, dtype=torch.int64), self.counts[chosen]])
@@ -119,3 +156,10 @@ class Splits(NamedTuple):
     def to(self, device: torch.device | str) -> Splits:
         """Return the same splits on another device."""
         return Splits(*(images.to(device) for images in self))
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    many = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{many}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,7 @@ def load(
         >>> len(splits.train), list(splits.train.pixels.shape)
         (10, [200, 1, 28, 28])
     """
-    if name == "glyphs":
-        return glyphs(seed=seed, **settings).to(device)
-    if name not in _READERS:
+    if name not in NAMES:
         raise InnerLoopError(
             four_part(
                 f"You asked for the dataset {name!r}.",
@@ -57,8 +56,21 @@ def load(
                 "load('glyphs'), or load('folder', root) for your own pictures.",
             )
         )
+    reader = _READERS.get(name, glyphs)
+    known = [s for s in signature(reader).parameters if s not in ("root", "seed")]
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise InnerLoopError(
+            four_part(
+                f"You gave {', '.join(unknown)} to the dataset {name!r}.",
+                f"nothing further, or one of {', '.join(known)}." if known else "nothing further.",
+                "the dataset has no setting of that name, so it would have no effect.",
+                f"load({name!r}) without {', '.join(unknown)}.",
+            )
+        )
+    if name == "glyphs":
+        return glyphs(seed=seed, **settings).to(device)
     if name == "cifar-fs":
         settings = {"size": 32, **settings}
         inside = data_root(root) / "cifar-fs"
         root = inside if inside.exists() else root
-    return _READERS[name](root, seed=seed, **settings).to(device)
+    return reader(root, seed=seed, **settings).to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from innerloop.data._archive import Source, opened
@@ -11,12 +12,14 @@ from innerloop.data._cache import Content, cached
 from innerloop.data._decode import decode
 from innerloop.data._locate import data_root, first_of
 from innerloop.data._refusal import reading, refused
-from innerloop.data._splits import PARTS, packed, unpacked
+from innerloop.data._splits import PARTS, packed, repeated, unpacked
 from innerloop.data.images import Images, Splits
 from innerloop.errors import InnerLoopError
 
 SIZE = 84
 EXPECTED = "images/*.jpg beside train.csv, val.csv and test.csv with the columns filename and label"
+
+Listings = dict[str, tuple[str, dict[str, list[str]]]]
 
 
 def mini_imagenet(root: Path | str | None = None, *, seed: int = 0) -> Splits:
@@ -55,20 +58,28 @@ def _decoded(path: Path) -> Content:
         )
 
 
-def _listings(source: Source) -> dict[str, tuple[str, dict[str, list[str]]]]:
+def _listings(source: Source) -> Listings:
     """For each split: the folder of its csv file, and the pictures of each class."""
     names = source.names()
-    listings, owner = {}, {}
+    listings: Listings = {}
     for part in PARTS:
         found = [name for name in names if PurePosixPath(name).name == f"{part}.csv"]
         if len(found) != 1:
             raise _wrong(source, f"it holds {len(found)} files named {part}.csv, not one")
         by_class = _rows(source, found[0])
-        for label in by_class:
-            if owner.setdefault(label, part) != part:
-                raise _wrong(source, f"class {label!r} is in {owner[label]}.csv and {part}.csv")
         listings[part] = (found[0].removesuffix(f"{part}.csv"), by_class)
+    if problem := repeated(_places(listings)):
+        raise _wrong(source, problem)
     return listings
+
+
+def _places(listings: Listings) -> Iterator[tuple[str, str]]:
+    """Every class with its csv file, and every picture with its class."""
+    for part, (folder, by_class) in listings.items():
+        for label, files in by_class.items():
+            yield f"class {label!r}", f"{part}.csv"
+            for file in files:
+                yield f"{folder}images/{file}", f"class {label!r} of {part}.csv"
 
 
 def _rows(source: Source, name: str) -> dict[str, list[str]]:

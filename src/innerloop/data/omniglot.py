@@ -10,7 +10,9 @@ from innerloop.data._archive import Source, opened
 from innerloop.data._cache import Content, cached
 from innerloop.data._decode import decode, is_picture
 from innerloop.data._locate import data_root, first_of
+from innerloop.data._numbers import SEEDS, whole
 from innerloop.data._refusal import refused
+from innerloop.data._splits import repeated
 from innerloop.data.images import Images, Splits
 from innerloop.errors import InnerLoopError
 
@@ -42,15 +44,17 @@ def omniglot(
     content = cached("omniglot", paths, f"size={SIZE}", lambda: _decoded(paths))
     pixels, names = content["pixels"], tuple(content["names"])
     images = Images(pixels, torch.arange(len(names) + 1) * DRAWINGS, names)
-    if sum(splits) > len(images) or min(splits) < 1:
+    sizes = [whole("splits", size) for size in splits]
+    if len(sizes) != 3 or sum(sizes) > len(images):
         raise refused(
             paths[0].parent,
-            f"both parts have {len(images)} characters, the splits {splits} need {sum(splits)}",
-            "all 1,623 characters, or splits that are not empty and sum to no more than there are",
+            f"both parts have {len(images)} characters, the splits {splits} need {sum(sizes)}",
+            "all 1,623 characters, or three splits that sum to no more than there are",
             "root=... with the complete dataset, or splits=(...)",
         )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    train, val, test = (images.select(part) for part in order[: sum(splits)].split(list(splits)))
+    generator = torch.Generator().manual_seed(whole("seed", seed, *SEEDS))
+    order = torch.randperm(len(images), generator=generator)
+    train, val, test = (images.select(part) for part in order[: sum(sizes)].split(sizes))
     return Splits(train.rotated() if rotations else train, val, test)
 
 
@@ -65,13 +69,15 @@ def _part(root: Path, part: str) -> Path:
 
 
 def _decoded(paths: list[Path]) -> Content:
-    names, pictures = [], []
+    places, pictures = [], []
     for path in paths:
         with opened(path, EXPECTED) as source:
             for character, files in _characters(source).items():
-                names.append(character)
+                places.append((character, path.name))
                 pictures += [255 - decode(source, file, 1, SIZE) for file in files]
-    return {"pixels": torch.stack(pictures), "names": names}
+    if problem := repeated(places):
+        raise refused(paths[0].parent, problem, EXPECTED, "root=... with Omniglot's own two parts")
+    return {"pixels": torch.stack(pictures), "names": [character for character, _ in places]}
 
 
 def _characters(source: Source) -> dict[str, list[str]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from innerloop.data._numbers import SEEDS, whole
 from innerloop.data.episodes import Batch, Episode
 from innerloop.data.images import Images
 from innerloop.errors import InnerLoopError, four_part
@@ -36,14 +38,15 @@ class Sampler:
         self, images: Images, way: int, shot: int, query: int, tasks: int, seed: int = 0
     ) -> None:
         """Check that the split has enough classes and pictures, and seed the generator."""
-        self.images, self.seed = images, seed
-        self.way, self.shot, self.query, self.tasks = way, shot, query, tasks
+        self.images, self.seed = images, whole("seed", seed, *SEEDS)
+        self.way, self.shot = whole("way", way), whole("shot", shot)
+        self.query, self.tasks = whole("query", query), whole("tasks", tasks)
         self._check()
         device = images.pixels.device
         self._starts, self._counts = images.offsets[:-1], images.counts
-        self._support_labels = self._labels(shot).to(device)
-        self._query_labels = self._labels(query).to(device)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._support_labels = self._labels(self.shot).to(device)
+        self._query_labels = self._labels(self.query).to(device)
+        self._generator = torch.Generator().manual_seed(self.seed)
 
     def sample(self) -> Episode:
         """Draw the next meta-batch."""
@@ -55,12 +58,16 @@ class Sampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here: the generator's state, and the settings."""
+        """Return what is needed to go on from here: the generator's state, and the settings.
+
+        The settings hold a digest of the split, so that changed pictures are noticed.
+        """
         return {**self._settings(), "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next draws are those that followed it."""
-        saved = {name: state.get(name) for name in self._settings()}
+        given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+        saved = {name: given.get(name) for name in self._settings()}
         if saved != self._settings():
             raise InnerLoopError(
                 four_part(
@@ -71,7 +78,17 @@ class Sampler:
                     "a Sampler with the saved settings, then load_state_dict.",
                 )
             )
-        self._generator.set_state(state["generator"])
+        try:
+            self._generator.set_state(given["generator"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise InnerLoopError(
+                four_part(
+                    f"The saved sampler's generator cannot be read ({error}).",
+                    "the state of a torch.Generator, under the name 'generator'.",
+                    "without it the next tasks are not those that followed.",
+                    "load_state_dict with what state_dict returned, whole.",
+                )
+            ) from error
 
     def _rows(self) -> Tensor:
         """``[tasks, way, shot + query]``: rows of the split's pixels."""
@@ -94,7 +111,7 @@ class Sampler:
     def _labels(self, each: int) -> Tensor:
         return torch.arange(self.way).repeat_interleave(each).repeat(self.tasks, 1)
 
-    def _settings(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, int | str]:
         return {
             "way": self.way,
             "shot": self.shot,
@@ -102,19 +119,11 @@ class Sampler:
             "tasks": self.tasks,
             "classes": len(self.images),
             "pictures": len(self.images.pixels),
+            "digest": self.images.digest,
         }
 
     def _check(self) -> None:
         asked = f"You asked for {self.way}-way tasks with {self.shot} + {self.query} pictures."
-        if min(self.way, self.shot, self.query, self.tasks) < 1:
-            raise InnerLoopError(
-                four_part(
-                    f"{asked[:-1]}, {self.tasks} at a time.",
-                    "at least 1 of each.",
-                    "a task without classes, support, or query cannot be learned or measured.",
-                    "Sampler(images, way=5, shot=1, query=15, tasks=8).",
-                )
-            )
         if self.way > len(self.images):
             raise InnerLoopError(
                 four_part(

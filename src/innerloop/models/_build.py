@@ -8,6 +8,7 @@ import re
 from torch import nn
 
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.models._layers import check_size
 from innerloop.models.densenet import DenseNet, DenseNetBC
 from innerloop.models.mlp import MLP
 from innerloop.models.resnet import BLOCKS, ResNet
@@ -39,6 +40,7 @@ def build(
         growth, depth = (int(number) for number in growth_and_depth.groups())
         if filters is not None:
             raise InnerLoopError(_width_twice(name, filters))
+        check_size(size, 4, name)  # its two poolings
         return DenseNetBC(growth, depth, classes, in_channels)
     if name not in NAMES:
         raise InnerLoopError(_unknown(name))

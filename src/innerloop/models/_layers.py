@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
@@ -35,9 +38,17 @@ def average(x: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse what is not a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def counts(**given: Any) -> list[int]:
+    """Return positive whole numbers as ints, or refuse the first that is none."""
+    return [_count(name, value) for name, value in given.items()]
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise InnerLoopError(
             four_part(
                 f"You gave {name}={value!r}.",
@@ -46,12 +57,13 @@ def check_count(name: str, value: object) -> None:
                 f"for example {name}=5.",
             )
         )
+    return number
 
 
-def check_size(size: int, least: int, model: str) -> None:
+def check_size(size: Any, least: int, model: str) -> None:
     """Refuse images that the model's pooling would shrink to nothing."""
-    check_count("size", size)
-    if size < least:
+    (number,) = counts(size=size)
+    if number < least:
         raise InnerLoopError(
             four_part(
                 f"You gave size={size} to {model}.",
@@ -60,3 +72,19 @@ def check_size(size: int, least: int, model: str) -> None:
                 f"size={least} or more, or a model without pooling: mlp.",
             )
         )
+
+
+def flattened(x: Tensor, features: int) -> Tensor:
+    """One row per image; refuse images that do not leave so many features each."""
+    rows = x.flatten(1)
+    if rows.shape[1] != features:
+        raise InnerLoopError(
+            four_part(
+                f"You gave images that leave {rows.shape[1]} features for the linear layer.",
+                f"images that leave {features}: square, of the size the model was built for.",
+                "the layer has a weight for each of them.",
+                "build(..., size=...) with the images' height and width, or a resnet, which takes "
+                "any.",
+            )
+        )
+    return rows

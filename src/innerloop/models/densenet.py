@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.models._layers import average, batch_norm, check_count, check_size, conv, he_start
+from innerloop.models._layers import average, batch_norm, check_size, conv, counts, he_start
 
 BLOCKS = 4
 LAYERS = 2
@@ -37,9 +37,9 @@ class DenseNet(nn.Module):
 
     def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 32) -> None:
         super().__init__()
-        counts = {"in_channels": in_channels, "classes": classes, "filters": filters}
-        for name, value in counts.items():
-            check_count(name, value)
+        in_channels, classes, filters = counts(
+            in_channels=in_channels, classes=classes, filters=filters
+        )
         check_size(size, 2 ** (BLOCKS - 1), "densenet-8")
         parts: list[nn.Module] = []
         channels = in_channels
@@ -81,9 +81,9 @@ class DenseNetBC(nn.Module):
         self, growth: int = 12, depth: int = 100, classes: int = 10, in_channels: int = 3
     ) -> None:
         super().__init__()
-        counts = {"growth": growth, "classes": classes, "in_channels": in_channels}
-        for name, value in counts.items():
-            check_count(name, value)
+        growth, depth, classes, in_channels = counts(
+            growth=growth, depth=depth, classes=classes, in_channels=in_channels
+        )
         layers = _layers_per_block(depth)
         channels = 2 * growth
         parts: list[nn.Module] = [conv(in_channels, channels)]
@@ -103,8 +103,8 @@ class DenseNetBC(nn.Module):
         return self.linear(average(self.features(x)))
 
 
-def _layers_per_block(depth: object) -> int:
-    if isinstance(depth, int) and depth > 4 and depth % 6 == 4:
+def _layers_per_block(depth: int) -> int:
+    if depth > 4 and depth % 6 == 4:
         return (depth - 4) // 6
     raise InnerLoopError(
         four_part(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from innerloop.models._layers import check_count
+from innerloop.models._layers import counts, flattened
 
 # TensorFlow's truncated normal, in MAML's code, ends at two standard deviations.
 _DEVIATION = 0.01
@@ -32,17 +32,18 @@ class MLP(nn.Module):
 
     def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 64) -> None:
         super().__init__()
-        counts = {"in_channels": in_channels, "classes": classes, "size": size, "filters": filters}
-        for name, value in counts.items():
-            check_count(name, value)
-        widths = [in_channels * size**2, 4 * filters, 2 * filters, filters, filters]
+        in_channels, classes, size, filters = counts(
+            in_channels=in_channels, classes=classes, size=size, filters=filters
+        )
+        self._features = in_channels * size**2
+        widths = [self._features, 4 * filters, 2 * filters, filters, filters]
         self.hidden = nn.Sequential(*[_hidden(n, m) for n, m in pairwise(widths)])
         self.linear = nn.Linear(filters, classes)
         _small_start(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images. [batch, channel, size, size] -> [batch, classes]"""
-        return self.linear(self.hidden(x.flatten(1)))
+        return self.linear(self.hidden(flattened(x, self._features)))
 
 
 def _hidden(inputs: int, outputs: int) -> nn.Sequential:

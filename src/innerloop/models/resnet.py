@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from innerloop.models._layers import average, batch_norm, check_count, check_size, conv, he_start
+from innerloop.models._layers import average, batch_norm, check_size, conv, counts, he_start
 
 BLOCKS = 4
 
@@ -36,9 +36,9 @@ class ResNet(nn.Module):
         self, in_channels: int, classes: int, layers: int, size: int = 28, filters: int = 64
     ) -> None:
         super().__init__()
-        counts = {"in_channels": in_channels, "classes": classes}
-        for name, value in (counts | {"layers": layers, "filters": filters}).items():
-            check_count(name, value)
+        in_channels, classes, layers, filters = counts(
+            in_channels=in_channels, classes=classes, layers=layers, filters=filters
+        )
         check_size(size, 2**BLOCKS, f"resnet-{BLOCKS * layers}")
         widths = [in_channels, *[filters * 2**i for i in range(BLOCKS)]]
         self.blocks = nn.Sequential(*[_Block(n, m, layers) for n, m in pairwise(widths)])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from innerloop.models._layers import batch_norm, check_count, check_size, conv
+from innerloop.models._layers import batch_norm, check_size, conv, counts, flattened
 
 
 class VGG(nn.Module):
@@ -29,18 +29,19 @@ class VGG(nn.Module):
 
     def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 64) -> None:
         super().__init__()
-        for name, value in (("in_channels", in_channels), ("classes", classes)):
-            check_count(name, value)
-        check_count("filters", filters)
+        in_channels, classes, size, filters = counts(
+            in_channels=in_channels, classes=classes, size=size, filters=filters
+        )
         check_size(size, 16, "vgg")
         widths = [in_channels, *[filters] * 4]
         self.stages = nn.Sequential(*[_stage(n, m) for n, m in pairwise(widths)])
-        self.linear = nn.Linear(filters * (size // 16) ** 2, classes)
+        self._features = filters * (size // 16) ** 2
+        self.linear = nn.Linear(self._features, classes)
         _xavier_start(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images. [batch, channel, size, size] -> [batch, classes]"""
-        return self.linear(self.stages(x).flatten(1))
+        return self.linear(flattened(self.stages(x), self._features))
 
 
 def _stage(channels: int, filters: int) -> nn.Sequential:
