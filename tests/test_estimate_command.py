@@ -116,7 +116,8 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--sigma", "nan"], "above 0"),
         (["--updates", "0"], "at least 1"),
         (["--preset", "quik"], "quick"),
-        (["--sample", "4", "--upd", "x"], "--updates"),
+        (["--updates", "x"], "--updates"),
+        (["--sample", "4"], "--samples"),
     ],
 )
 def test_wrong_settings_are_refused(
