@@ -66,20 +66,26 @@ def _restored(part: Tensor, like: Tensor) -> Tensor:
 
 
 def spreader(flat: Tensor, tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
-    """Numbers of the parameters, one each, as numbers of the elements of their block."""
-    sizes = [real(tensor).numel() for tensor in tensors]
+    count = len(tensors)
+    owner: list[Tensor] = []
 
     def spread(value: Any) -> Any:
-        count = len(sizes)
         if not isinstance(value, Tensor) or value.shape != (count,) or count in (1, flat.numel()):
             return value
+        if not owner:
+            owner.append(_owner([real(tensor).numel() for tensor in tensors], flat.device))
         if value.is_floating_point():
             value = value.to(flat.dtype if flat.dtype.itemsize >= 4 else torch.float32)
-        # Not by an index: its backward adds element by element, and it is as large as the block.
-        numbers = value.to(flat.device).unbind()
-        return torch.cat([n.expand(size) for n, size in zip(numbers, sizes, strict=True)])
+        return value.to(flat.device)[owner[0]]
 
     return spread
+
+
+def _owner(sizes: list[int], device: torch.device) -> Tensor:
+    """For each element of a block, the position of the parameter it belongs to."""
+    repeats = torch.tensor(sizes, device=device)
+    owners = torch.arange(len(sizes), device=device)
+    return torch.repeat_interleave(owners, repeats, output_size=sum(sizes))
 
 
 # The state of a block, and of its parameters. ---------------------------------------------------
