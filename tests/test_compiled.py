@@ -547,6 +547,17 @@ def test_a_learned_rate_that_changes(unit):
     assert count(inner) == before
 
 
+@each_unit
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adam])
+def test_a_rate_of_each_parameter(unit, make):
+    """Several tensors in one block, with a number each."""
+    learn = {"lr": il.Learn(per="parameter")}
+    inner, train, val = built(
+        unit, model=Net(), make=lambda params: make(params, lr=0.1), steps=2, learn=learn
+    )
+    assert_follows(inner, train, val)
+
+
 def test_a_scheduler_of_torch():
     model = Small()
     optimizer = optim.SGD(model.parameters(), lr=0.3)

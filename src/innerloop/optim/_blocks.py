@@ -81,11 +81,11 @@ def spreader(flat: Tensor, tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
     return spread
 
 
-def _owner(sizes: list[int], device: torch.device) -> Tensor:
+def _owner(sizes: Sequence[int], device: torch.device) -> Tensor:
     """For each element of a block, the position of the parameter it belongs to."""
-    repeats = torch.tensor(sizes, device=device)
-    owners = torch.arange(len(sizes), device=device)
-    return torch.repeat_interleave(owners, repeats, output_size=sum(sizes))
+    # Not repeat_interleave, whose result has a shape that compilers do not know.
+    ends = torch.tensor(sizes, device=device).cumsum(0)
+    return torch.bucketize(torch.arange(sum(sizes), device=device), ends, right=True)
 
 
 # The state of a block, and of its parameters. ---------------------------------------------------
