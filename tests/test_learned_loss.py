@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from innerloop.learned import LearnedLoss
 TASKS, POINTS = 3, 6
 
 
-def problem(kind: str, extras: int = 0):
+def problem(kind: str, extras: int = 0, form: str = "free"):
     """A model, a learned loss, the batch of all tasks, and what the loss is judged by."""
     outputs = 1 if kind == "values" else 4
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
@@ -34,12 +35,13 @@ def problem(kind: str, extras: int = 0):
     y = numbers if kind == "values" else torch.randint(4, (TASKS, POINTS))
     more = [torch.randn(TASKS, POINTS, 1), 0.5][:extras]
     task_loss = mse_loss if kind == "values" else cross_entropy
-    loss = LearnedLoss(kind, extras=extras, hidden=(6, 6))
+    loss = LearnedLoss(kind, form=form, extras=extras, hidden=(6, 6))
+    nn.init.normal_(loss.net[-1].weight)  # a weighted one begins at zero
     return model, loss, (x, y, *more), lambda model, b: task_loss(model(b[0]), b[1])
 
 
-def loop(kind, extras=0, backward=None):
-    model, loss, batch, judge = problem(kind, extras)
+def loop(kind, extras=0, form="free", backward=None):
+    model, loss, batch, judge = problem(kind, extras, form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     return il.InnerLoop(model, optimizer, loss, learn=(), val_loss=judge, backward=backward), batch
 
@@ -55,12 +57,21 @@ def meta_gradient(inner, *args, **how):
     return value.detach(), [p.grad.clone() for p in inner.parameters()]
 
 
-KINDS = pytest.mark.parametrize(("kind", "extras"), [("values", 0), ("values", 2), ("classes", 1)])
+KINDS = pytest.mark.parametrize(
+    ("kind", "extras", "form"),
+    [
+        ("values", 0, "free"),
+        ("values", 2, "free"),
+        ("classes", 1, "free"),
+        ("values", 1, "weighted"),
+        ("classes", 0, "weighted"),
+    ],
+)
 
 
 @KINDS
-def test_the_tape_equals_finite_differences(kind, extras):
-    inner, batch = loop(kind, extras)
+def test_the_tape_equals_finite_differences(kind, extras, form):
+    inner, batch = loop(kind, extras, form)
     train = [one(batch)] * 3
     _, grads = meta_gradient(inner, train, one(batch))
     directions = [torch.randn_like(g) for g in grads]
@@ -79,8 +90,8 @@ def test_the_tape_equals_finite_differences(kind, extras):
 
 @KINDS
 @pytest.mark.parametrize("backward", [il.Remat(), il.Remat(2), il.Binomial(2)], ids=str)
-def test_strategies_agree_with_the_tape(kind, extras, backward):
-    inner, batch = loop(kind, extras)
+def test_strategies_agree_with_the_tape(kind, extras, form, backward):
+    inner, batch = loop(kind, extras, form)
     train = [one(batch)] * 5
     expected = meta_gradient(inner, train, one(batch))
     inner.backward = backward
@@ -89,8 +100,8 @@ def test_strategies_agree_with_the_tape(kind, extras, backward):
 
 
 @KINDS
-def test_tasks_agree_by_loop_and_batched(kind, extras):
-    inner, batch = loop(kind, extras)
+def test_tasks_agree_by_loop_and_batched(kind, extras, form):
+    inner, batch = loop(kind, extras, form)
     by_loop = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.loop())
     batched = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.vmap())
     torch.testing.assert_close(batched, by_loop, rtol=1e-10, atol=1e-12)
@@ -108,9 +119,9 @@ def test_all_of_its_weights_are_learned_and_nothing_else():
 
 
 @KINDS
-def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras):
+def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras, form):
     """``criterion(model(x), y)`` in anyone's loop ends where the inner loop ends."""
-    inner, batch = loop(kind, extras)
+    inner, batch = loop(kind, extras, form)
     x, y, *more = one(batch)
     adapted = inner.adapt([one(batch)] * 4)
     model, criterion = copy.deepcopy(inner.model), inner.loss
@@ -160,10 +171,22 @@ def test_it_is_a_mean_of_positive_numbers():
     torch.testing.assert_close(loss.each(p, y, e)[3, 1], loss.each(p[3, 1], y[3, 1], e[3, 1]))
 
 
+@pytest.mark.parametrize(("kind", "ordinary"), [("values", mse_loss), ("classes", cross_entropy)])
+def test_a_weighted_loss_begins_as_the_ordinary_one(kind, ordinary):
+    model, _, (x, y, *more), _ = problem(kind, 1, "weighted")
+    loss, said = LearnedLoss(kind, form="weighted", extras=1), model(x).flatten(0, 1)
+    y, extra = y.flatten(0, 1), more[0].flatten(0, 1)
+    torch.testing.assert_close(loss(said, y, extra), ordinary(said, y))
+    for value, weight in ((100.0, math.e**3), (-100.0, math.e**-3)):
+        nn.init.constant_(loss.net[-1].bias, value)
+        torch.testing.assert_close(loss(said, y, extra), weight * ordinary(said, y))
+
+
 @pytest.mark.parametrize(
     ("make", "call", "said"),
     [
         (lambda: LearnedLoss("class"), (), "classes"),
+        (lambda: LearnedLoss(form="weight"), (), "weighted"),
         (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),
         (LearnedLoss, (torch.zeros(4), torch.zeros(1)), "same shape"),
         (LearnedLoss, (torch.zeros(4), torch.zeros(4), 1.0), "0, as it was made"),
@@ -246,17 +269,19 @@ def test_a_run_writes_all_it_should(whole: Path) -> None:
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [(r["problem"], r["seed"]) for r in records] == [("sines", 0), ("sines", 1)]
     for record in records:
-        assert len(record["learned"]) == len(record["task"]) == 5
-        # Both losses begin with the same nets on the same tasks.
-        assert record["learned"][0] == record["task"][0]
-        assert record["learned"][1] != record["task"][1]
+        assert len(record["learned"]) == len(record["task"]) == len(record["same"]) == 5
+        # All losses begin with the same nets on the same tasks.
+        assert record["learned"][0] == record["task"][0] == record["same"][0]
+        assert len({record[key][1] for key in ("learned", "task", "same")}) == 3
     result = json.loads((whole / "result.json").read_text())["sines"]
     assert result["errors"]["task_long"] == [r["task"][4] for r in records]
-    assert result["steps_needed"] == [r["steps_needed"] for r in records]
+    assert result["errors"]["same_long"] == [r["same"][4] for r in records]
+    for key in ("same", "task"):
+        assert result["steps_needed"][key] == [r["steps_needed"][key] for r in records]
 
 
 def test_the_learned_loss_can_be_loaded(whole: Path) -> None:
-    criterion = LearnedLoss(extras=3).float()  # two steps, and x
+    criterion = LearnedLoss(form="weighted", extras=3).float()  # two steps, and x
     criterion.load_state_dict(torch.load(whole / "loss-sines-1.pt", weights_only=True))
     p = torch.randn(5, 1, dtype=torch.float32, requires_grad=True)
     criterion(p, torch.zeros_like(p), 1.0, 0.0, p.detach()).backward()
@@ -303,6 +328,18 @@ def test_digits_and_a_rate_that_diverges(tmp_path: Path, few_rates: None) -> Non
     assert (tmp_path / "run" / "shape-digits.png").exists()
 
 
+def test_nets_that_diverge_are_left_out_and_counted(
+    tmp_path: Path, few_rates: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "run", inner_lr="1e30", seeds="1")) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())["sines"]
+    assert result["skipped"] == [3]
+    assert result["mean"]["learned_long"] is None and result["mean"]["task_long"] > 0
+    assert result["steps_needed"] == {"same": [None], "task": [None]}
+    said = capsys.readouterr().out
+    assert "diverged" in said and "3 meta-updates were left out" in said
+
+
 def test_held_out_digits_are_in_no_training_task() -> None:
     pytest.importorskip("sklearn")
     generator = torch.Generator().manual_seed(0)
@@ -321,6 +358,7 @@ def test_held_out_digits_are_in_no_training_task() -> None:
     ("wrong", "said"),
     [
         (["--problem", "sine"], "sines"),
+        (["--form", "weighed"], "weighted"),
         (["--steps", "200"], "horizon"),
         (["--seeds", "0"], "at least 1"),
         (["--inner-lr", "nan"], "above 0"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml_rl, sine
+from innerloop.experiments import _ranks, maml_rl, sine
 from innerloop.experiments._experiment import STOPPED, WRONG
 from innerloop.experiments._run import Run
 
@@ -227,6 +230,43 @@ def test_processes_that_do_not_find_each_other(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
     assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_process_that_waits_for_others_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends soon, so that torchrun starts the group again."""
+    alone = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_ranks, "_CONNECT", datetime.timedelta(seconds=1))
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
+    assert "cannot find each other" in capsys.readouterr().err
+
+
+_TWO = """
+import datetime, time
+from innerloop.experiments import _ranks
+import torch
+_ranks._CONNECT = datetime.timedelta(seconds=4)
+with _ranks.joined("cpu") as ranks:
+    time.sleep(6 * ranks.rank)
+    assert ranks.summed(torch.ones(1)).item() == 2
+print("met")
+"""
+
+
+def test_exchanges_may_take_longer_than_connecting(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(_TWO)
+    group = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *group, str(tmp_path / "two.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.stdout.count("met") == 2, done.stderr
 
 
 def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:

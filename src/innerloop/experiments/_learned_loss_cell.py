@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import innerloop as il
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments._learned_loss_problems import PROBLEMS, Tasks
 from innerloop.experiments._parts import Part
 from innerloop.learned import LearnedLoss
@@ -32,11 +32,14 @@ class Cell(Part):
     def __init__(self, config: Any, name: str, seed: int) -> None:
         self.config, self.name, self.seed = config, name, seed
         self.problem = PROBLEMS[name]
+        self.rate = self.problem.rate if config.inner_lr is None else config.inner_lr
         self.reads_input = config.read_input and name == "sines"
         self.criterion = self._criterion()
-        self.inner = self._loop(self.problem.build(0), config.inner_lr, self.criterion)
+        self.inner = self._loop(self.problem.build(0), self.rate, self.criterion)
         self.meta = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(seed)
+        self.skipped = 0
+        """Updates left out, as training or its gradient was not finite."""
         self.tuned: dict[str, list[float]] = {}
         """Errors of the task's loss at steps and horizon, by rate."""
 
@@ -48,7 +51,9 @@ class Cell(Part):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             extras = len(step_numbers(self.config, 0)) + int(self.reads_input)
-            return LearnedLoss(self.problem.targets, extras=extras, dtype=torch.float32)
+            return LearnedLoss(
+                self.problem.targets, form=self.config.form, extras=extras, dtype=torch.float32
+            )
 
     def _loop(self, net: nn.Module, rate: float, loss: Any) -> il.InnerLoop:
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
@@ -62,6 +67,7 @@ class Cell(Part):
             "criterion": self.criterion.state_dict(),
             "meta": self.meta.state_dict(),
             "generator": self.generator.get_state(),
+            "skipped": self.skipped,
             "tuned": self.tuned,
         }
 
@@ -69,7 +75,7 @@ class Cell(Part):
         self.criterion.load_state_dict(state["criterion"])
         self.meta.load_state_dict(state["meta"])
         self.generator.set_state(state["generator"])
-        self.tuned = state["tuned"]
+        self.skipped, self.tuned = state["skipped"], state["tuned"]
 
     def kept(self) -> dict[str, Any]:
         return {name: tensor.clone() for name, tensor in self.criterion.state_dict().items()}
@@ -85,7 +91,7 @@ class Cell(Part):
             shown = {"rate": f"{rates[place]:g}"}
         else:
             records.append(self._compare())
-            shown = {"steps needed": str(records[-1]["steps_needed"])}
+            shown = {"steps needed": str(records[-1]["steps_needed"]["same"])}
         return {"problem": self.name, "seed": str(self.seed)} | shown
 
     def _update(self, number: int) -> float:
@@ -98,10 +104,16 @@ class Cell(Part):
         tasks = self.problem.draw(self.generator, c.tasks, False)
         train = [self.batch(tasks.support, step) for step in range(c.steps)]
         self.meta.zero_grad()
-        loss = self.inner(train, tasks.query, tasks=True).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip, error_if_nonfinite=True)
-        self.meta.step()
+        try:
+            loss = self.inner(train, tasks.query, tasks=True).mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip)
+        except DivergedError:
+            loss = norm = torch.tensor(math.nan)
+        if norm.isfinite():
+            self.meta.step()
+        else:
+            self.skipped += 1
         return loss.item()
 
     def batch(self, examples: tuple[Tensor, Tensor], step: int) -> tuple[Any, ...]:
@@ -113,15 +125,16 @@ class Cell(Part):
     def _tune(self, rate: float) -> list[float]:
         """Each number of steps by itself: a rate may do for few and diverge later."""
         numbers = (self.config.steps, self.config.horizon)
-        return [self._task_errors(rate, _CHOICE, _CHOICE_INITS, n)[-1] for n in numbers]
+        loss = self.problem.task_loss
+        return [self._errors(loss, rate, _CHOICE, _CHOICE_INITS, n)[-1] for n in numbers]
 
-    def _task_errors(self, rate: float, first: int, inits: int, steps: int) -> list[float]:
-        """Infinite where training diverges."""
+    def _errors(self, loss: Any, rate: float, first: int, inits: int, steps: int) -> list[float]:
+        """As below; infinite if training diverges."""
         try:
-            found = self.errors(self.problem.task_loss, rate, first, inits, steps)
-        except InnerLoopError:
-            return [math.inf]
-        return found if all(map(math.isfinite, found)) else [math.inf]
+            found = self.errors(loss, rate, first, inits, steps)
+        except DivergedError:
+            found = [math.inf]
+        return found if all(map(math.isfinite, found)) else [math.inf] * (steps + 1)
 
     def errors(self, loss: Any, rate: float, first: int, inits: int, steps: int) -> list[float]:
         """The error after 0, 1, … steps, in the mean over tasks and initial weights."""
@@ -148,29 +161,41 @@ class Cell(Part):
 
     def _compare(self) -> dict[str, Any]:
         c = self.config
-        learned = self.errors(self.criterion, c.inner_lr, _HELD_OUT, _INITS, c.horizon)
+        own = self.problem.task_loss
+        learned = self._errors(self.criterion, self.rate, _HELD_OUT, _INITS, c.horizon)
+        same = self._errors(own, self.rate, _HELD_OUT, _INITS, c.horizon)
         short_rate, short = self._best(0, c.steps)
         rate, task = self._best(1, c.horizon)
-        reached = (k for k, error in enumerate(learned) if error <= task[-1])
         return {
             "problem": self.name,
             "seed": self.seed,
-            "learned": learned,
+            "skipped": self.skipped,
+            "learned": [_in_json(error) for error in learned],
+            "same": [_in_json(error) for error in same],
             "task": task,
             "task_short": short[-1],
             "rate": rate,
             "rate_short": short_rate,
             "tuned": {r: [_in_json(e) for e in errors] for r, errors in self.tuned.items()},
-            "steps_needed": next(reached, None),
+            "steps_needed": {
+                "same": _needed(learned, same[-1]),
+                "task": _needed(learned, task[-1]),
+            },
         }
 
     def _best(self, place: int, steps: int) -> tuple[float, list[float]]:
         """The best rate on other tasks that does not diverge on the held-out ones either."""
         for rate in sorted(self.tuned, key=lambda r: self.tuned[r][place]):
-            found = self._task_errors(float(rate), _HELD_OUT, _INITS, steps)
+            own = self.problem.task_loss
+            found = self._errors(own, float(rate), _HELD_OUT, _INITS, steps)
             if math.isfinite(found[-1]):
                 return float(rate), found
         raise InnerLoopError(f"The task's loss diverged on {self.name} with every rate.")
+
+
+def _needed(learned: list[float], error: float) -> int | None:
+    """Steps of the learned loss to this error."""
+    return next((k for k, found in enumerate(learned) if found <= error < math.inf), None)
 
 
 def _in_json(error: float) -> float | None:

@@ -26,7 +26,7 @@ def draw(experiment: Any, folder: Path, result: dict[str, Any]) -> None:
     for (name, seed), weights in zip(config.cells, experiment.kept, strict=True):
         torch.save(weights, folder / f"loss-{name}-{seed}.pt")
         if name not in seen:
-            criterion = restored(name, weights)
+            criterion = restored(name, weights, config.form)
             shape = surface if PROBLEMS[name].targets == "values" else class_curves
             _save(shape(criterion, config), folder / f"shape-{name}.png")
         seen.add(name)
@@ -37,9 +37,9 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
 
 
-def restored(name: str, weights: dict[str, Tensor]) -> LearnedLoss:
+def restored(name: str, weights: dict[str, Tensor], form: str) -> LearnedLoss:
     extras = weights["net.0.weight"].shape[1] - 2
-    criterion = LearnedLoss(PROBLEMS[name].targets, extras=extras, dtype=torch.float32)
+    criterion = LearnedLoss(PROBLEMS[name].targets, form=form, extras=extras, dtype=torch.float32)
     criterion.load_state_dict(weights)
     return criterion
 
@@ -51,16 +51,19 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         own = [r for r in records if r["problem"] == name]
         for key, label, colour in (
+            ("same", "task's loss, the same rate", "C2"),
             ("task", "task's loss, best rate", "C1"),
             ("learned", "learned loss", "C0"),
         ):
-            values = numpy.array([r[key] for r in own])  # [seeds, steps + 1]
-            mean, spread = values.mean(0), values.std(0, ddof=min(len(own) - 1, 1))
+            values = numpy.array([r[key] for r in own if None not in r[key]])  # [seeds, steps + 1]
+            if not len(values):
+                continue  # it diverged
+            mean, spread = values.mean(0), values.std(0, ddof=min(len(values) - 1, 1))
             x = numpy.arange(len(mean))
             axes.plot(x, mean, color=colour, label=label)
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2)
         end = numpy.mean([r["task"][-1] for r in own])
-        axes.axhline(end, color="C1", linestyle=":", label=f"the same after {config.horizon} steps")
+        axes.axhline(end, color="C1", linestyle=":", label=f"that after {config.horizon} steps")
         axes.axvline(config.steps, color="grey", linestyle="--", label="learned for so many steps")
         axes.set(xlabel="steps", ylabel=PROBLEMS[name].measured, title=name)
         axes.legend(fontsize=8)

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from innerloop.experiments._sines import HIGH, LOW, build_net, draw_sines
 
-_DIGITS_SHOWN, _DIGITS_JUDGED = 100, 200
+_SINE_SHOTS = 100
+_DIGITS_SHOWN, _DIGITS_JUDGED = 50, 200
 _WIDTH = 32
 
 
@@ -41,13 +42,15 @@ class Problem:
     error: Measure
     """What is reported."""
     measured: str
+    rate: float
+    """Of both losses, where they are compared at the same one."""
     rates: tuple[float, ...]
     """The task's loss is trained with the best of these."""
 
 
 def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
     points = torch.linspace(LOW, HIGH, 100 if held_out else 25, dtype=torch.float32)
-    return Tasks(*draw_sines(generator, tasks, query=points.unsqueeze(1)))
+    return Tasks(*draw_sines(generator, tasks, shots=_SINE_SHOTS, query=points.unsqueeze(1)))
 
 
 @functools.cache
@@ -103,6 +106,7 @@ PROBLEMS = {
         _squared_error,
         _squared_error,
         "mean squared error",
+        0.001,
         (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08),
     ),
     "digits": Problem(
@@ -112,6 +116,7 @@ PROBLEMS = {
         _cross_entropy,
         _wrong,
         "share of wrong answers",
+        0.1,
         (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from innerloop.errors import InnerLoopError
 
@@ -113,6 +115,7 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks()
+_CONNECT, _EXCHANGE = datetime.timedelta(minutes=2), datetime.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
@@ -124,13 +127,17 @@ def joined(device: str) -> Iterator[Ranks]:
     if not dist.is_available():
         raise InnerLoopError("This build of torch has no torch.distributed: run without torchrun.")
     # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
-    except ValueError as error:
+        # Connections of gloo can get lost in a restart. Those who wait for them must end soon, so
+        # that torchrun starts them again; exchanges later on have their time.
+        dist.init_process_group(backend, timeout=_CONNECT)
+    except (ValueError, RuntimeError) as error:
         raise InnerLoopError(
             f"WORLD_SIZE is set, but the processes cannot find each other: {error} Start them with "
             "torchrun, or unset WORLD_SIZE."
         ) from error
+    distributed_c10d._set_pg_timeout(_EXCHANGE)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

@@ -24,7 +24,9 @@ class Sines(NamedTuple):
         return Sines(*((x[chosen], y[chosen]) for x, y in self))
 
 
-def draw_sines(generator: torch.Generator, tasks: int, *, query: Tensor | None = None) -> Sines:
+def draw_sines(
+    generator: torch.Generator, tasks: int, *, shots: int = SHOTS, query: Tensor | None = None
+) -> Sines:
     """Draw sine waves and their support points; the query points too, unless they are given."""
 
     def uniform(points: int) -> Tensor:
@@ -35,9 +37,9 @@ def draw_sines(generator: torch.Generator, tasks: int, *, query: Tensor | None =
     def seen(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, amplitude * torch.sin(x - phase)
 
-    support = LOW + (HIGH - LOW) * uniform(SHOTS)
+    support = LOW + (HIGH - LOW) * uniform(shots)
     if query is None:
-        return Sines(seen(support), seen(LOW + (HIGH - LOW) * uniform(SHOTS)))
+        return Sines(seen(support), seen(LOW + (HIGH - LOW) * uniform(shots)))
     return Sines(seen(support), seen(query.expand(tasks, *query.shape)))
 
 

@@ -1,9 +1,9 @@
 """A loss that is learned, so that a net trained with it is good after few steps (ML³).
 
 ``innerloop learned-loss`` learns one on sines and one on handwritten digits. Every task starts from
-random weights. Then nets are trained on held-out tasks by plain SGD, once with the learned loss and
-once with the task's own loss (squared error, cross-entropy) at its best learning rate, chosen on
-other tasks. It tells how many steps the learned loss needs for what the other reaches in the end.
+random weights. Then nets are trained on held-out tasks by plain SGD: with the learned loss, with
+the task's own (squared error, cross-entropy) at the same learning rate, and with that at its best,
+chosen on other tasks. It tells how many steps the learned loss needs for what these reach.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +20,13 @@ from innerloop.experiments._experiment import command
 from innerloop.experiments._learned_loss_cell import Cell
 from innerloop.experiments._learned_loss_problems import PROBLEMS
 from innerloop.experiments._parts import Parts
+from innerloop.learned.losses import FORMS
 
 _BOTH = "both"
+_ABOUT_RATE = "learning rate of the learned loss, and of the task's beside it (" + ", ".join(
+    f"{name}: {problem.rate:g}" for name, problem in PROBLEMS.items()
+)
+_ABOUT_RATE += ")"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +35,16 @@ class Config:
 
     problem: Annotated[str, f"one of {', '.join(PROBLEMS)}, {_BOTH}"] = _BOTH
     seeds: Annotated[int, "how often all is repeated"] = 3
-    iterations: Annotated[int, "meta-updates of a loss"] = 400
-    tasks: Annotated[int, "tasks in a meta-update"] = 32
+    iterations: Annotated[int, "meta-updates of a loss"] = 200
+    tasks: Annotated[int, "tasks in a meta-update"] = 8
     steps: Annotated[int, "inner steps after which a net is judged while its loss is learned"] = 20
     horizon: Annotated[int, "steps of the task's own loss in the comparison"] = 100
+    form: Annotated[str, f"what the network says: {', '.join(FORMS)}"] = "weighted"
     read_step: Annotated[bool, "the learned loss is told which step it is"] = True
     read_input: Annotated[bool, "on sines the learned loss is told x"] = True
-    inner_lr: Annotated[float, "learning rate with the learned loss"] = 0.1
+    inner_lr: Annotated[float | None, _ABOUT_RATE] = None
     momentum: Annotated[float, "of SGD, with either loss"] = 0.0
-    meta_lr: Annotated[float, "learning rate of the outer Adam, before its cosine to 0"] = 0.01
+    meta_lr: Annotated[float, "learning rate of the outer Adam, before its cosine to 0"] = 0.003
     clip: Annotated[float, "longest meta-gradient"] = 10.0
     held_out: Annotated[int, "held-out tasks, for each of five initial weights"] = 40
     seed: Annotated[int, "the first seed: the same seed gives the same result"] = 0
@@ -46,6 +52,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("problem", self.problem, (*PROBLEMS, _BOTH))
+        check_choice("form", self.form, FORMS)
         for name in ("seeds", "iterations", "tasks", "steps", "horizon", "held_out"):
             if getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "at least 1")
@@ -55,7 +62,7 @@ class Config:
             refuse("steps", self.steps, f"at most the horizon, {self.horizon}")
         for name in ("inner_lr", "meta_lr", "clip"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 refuse(name, value, "a number above 0")
         if not 0 <= self.momentum < 1:
             refuse("momentum", self.momentum, "at least 0 and below 1")
@@ -67,7 +74,7 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"seeds": 5, "iterations": 3000, "tasks": 64, "held_out": 100},
+    "paper": {"seeds": 5, "iterations": 3000, "tasks": 32, "held_out": 100},
     "quick": {},
 }
 
@@ -95,20 +102,21 @@ class LearningLosses(Parts):
     def _summary(self, name: str) -> dict[str, Any]:
         c = self.config
         found = [r for r in self.records if r["problem"] == name]
-        needed = [r["steps_needed"] for r in found]
         errors = {
             "learned_short": [r["learned"][c.steps] for r in found],
             "learned_long": [r["learned"][c.horizon] for r in found],
             "task_short": [r["task_short"] for r in found],
+            "same_long": [r["same"][-1] for r in found],
             "task_long": [r["task"][c.horizon] for r in found],
         }
         return {
             "seeds": [r["seed"] for r in found],
-            "steps_needed": needed,
+            "steps_needed": {key: [r["steps_needed"][key] for r in found] for key in _AGAINST},
             "rates": [r["rate"] for r in found],
             "errors": errors,
-            "mean": {key: statistics.fmean(values) for key, values in errors.items()},
-            "spread": {key: _spread(values) for key, values in errors.items()},
+            "skipped": [r["skipped"] for r in found],
+            "mean": {key: _of_all(statistics.fmean, values) for key, values in errors.items()},
+            "spread": {key: _of_all(_spread, values) for key, values in errors.items()},
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
@@ -128,14 +136,28 @@ class LearningLosses(Parts):
             f"learned loss, {c.steps} steps": "learned_short",
             f"task's loss, {c.steps} steps, rate tuned for them": "task_short",
             f"learned loss, {c.horizon} steps": "learned_long",
+            f"task's loss, {c.horizon} steps, the same rate": "same_long",
             f"task's loss, {c.horizon} steps, rate tuned for them": "task_long",
         }
         lines = [f"{name}: {PROBLEMS[name].measured} on held-out tasks, {c.seeds} seeds"]
         for said, key in rows.items():
-            lines.append(f"  {said:50} {found['mean'][key]:.4f} ± {found['spread'][key]:.4f}")
-        needed = ", ".join(_counted(n, c.horizon) for n in found["steps_needed"])
-        lines.append(f"  steps of the learned loss to the last line's error, by seed: {needed}")
+            mean, spread = found["mean"][key], found["spread"][key]
+            told = "diverged" if mean is None else f"{mean:.4f} ± {spread:.4f}"
+            lines.append(f"  {said:50} {told}")
+        for key, said in _AGAINST.items():
+            needed = ", ".join(_counted(n, c.horizon) for n in found["steps_needed"][key])
+            lines.append(f"  steps of the learned loss to the last error {said}, by seed: {needed}")
+        if skipped := sum(found["skipped"]):
+            lines.append(f"  {skipped} meta-updates were left out: nets diverged in them")
         return lines
+
+
+_AGAINST = {"same": "at the same rate", "task": "at the tuned rate"}
+
+
+def _of_all(made: Callable[[list[Any]], float], values: list[float | None]) -> float | None:
+    """None if any diverged."""
+    return None if None in values else made(values)
 
 
 def _spread(values: list[float]) -> float:

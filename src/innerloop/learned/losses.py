@@ -13,10 +13,12 @@ from torch.nn.functional import softplus
 from innerloop.errors import InnerLoopError, four_part
 
 _KINDS = ("values", "classes")
+FORMS = ("free", "weighted")
+_REACH = 3.0  # of the logarithm of a weight: without a bound, training with it diverges easily
 
 
 class LearnedLoss(nn.Module):
-    """A network ℓ(prediction, target, extras) ≥ 0, the same for every coordinate.
+    """A loss ℓ(prediction, target, extras) ≥ 0 by a network, the same for every coordinate.
 
     ``criterion(prediction, target)`` is a loss like those of ``torch.nn``. The same object is a
     loss of an inner loop, which trains it: ``criterion(model, (x, y))`` is
@@ -30,8 +32,13 @@ class LearnedLoss(nn.Module):
     target of each class; the result is the sum over classes, in the mean over examples. So it does
     not depend on the number or the order of the classes.
 
+    With ``form="free"`` the network says the loss itself. With ``form="weighted"`` it says by how
+    much to multiply the ordinary one (squared error, cross-entropy): from a twentieth to twenty
+    times, and once before it is trained.
+
     Args:
         targets: ``"values"`` or ``"classes"``.
+        form: ``"free"`` or ``"weighted"``.
         extras: how many further numbers it reads for each coordinate: the input, the step, a weight
             of the example. They are tensors that broadcast to the prediction's shape, or numbers.
         hidden: widths of the hidden layers.
@@ -50,6 +57,7 @@ class LearnedLoss(nn.Module):
         self,
         targets: str = "values",
         *,
+        form: str = "free",
         extras: int = 0,
         hidden: Sequence[int] = (40, 40),
         dtype: torch.dtype | None = None,
@@ -64,13 +72,26 @@ class LearnedLoss(nn.Module):
                     "LearnedLoss('values') for regression, LearnedLoss('classes') for logits.",
                 )
             )
-        self.targets, self.extras = targets, extras
+        if form not in FORMS:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave form={form!r}.",
+                    "'free' or 'weighted'.",
+                    "the network says the loss, or a weight of the ordinary one.",
+                    "LearnedLoss(form='weighted') to begin with the ordinary loss.",
+                )
+            )
+        self.targets, self.form, self.extras = targets, form, extras
         widths = (2 + extras, *hidden)
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(widths):
             # Smooth, since the meta-gradient differentiates its gradient.
             layers += [nn.Linear(before, after, dtype=dtype), nn.SiLU()]
-        self.net = nn.Sequential(*layers, nn.Linear(widths[-1], 1, dtype=dtype))
+        last = nn.Linear(widths[-1], 1, dtype=dtype)
+        if form == "weighted":
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(*layers, last)
 
     def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
         """The loss of predictions; or of a model on a batch (x, target, *extras)."""
@@ -92,10 +113,18 @@ class LearnedLoss(nn.Module):
         read = [_like(prediction, number) for number in (prediction, target, *extras)]
         # In the precision of its own weights, whatever that of the predictions is.
         own = torch.stack(read, dim=-1).to(next(self.net.parameters()).dtype)
-        return softplus(self.net(own).squeeze(-1)).to(prediction.dtype)
+        said = self.net(own).squeeze(-1)
+        if self.form == "free":
+            return softplus(said).to(prediction.dtype)
+        if self.targets == "classes":
+            ordinary = -target * prediction
+        else:
+            ordinary = (prediction - target).square()
+        weight = (_REACH * torch.tanh(said / _REACH)).exp()
+        return weight.to(prediction.dtype) * ordinary
 
     def extra_repr(self) -> str:
-        return f"{self.targets!r}, extras={self.extras}"
+        return f"{self.targets!r}, form={self.form!r}, extras={self.extras}"
 
 
 def _probabilities(logits: Tensor, target: Tensor) -> Tensor:
