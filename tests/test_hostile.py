@@ -1,4 +1,7 @@
-"""Files and flags from anywhere end in a clear error or a right result, in nothing else."""
+"""Files and flags from anywhere end in a clear error or a right result, in nothing else.
+
+``INNERLOOP_FUZZ=20 pytest -n 0 tests/test_hostile.py`` tries 20 times as many, and says so.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +34,27 @@ from innerloop.experiments._run import Run
 NAMES = [field.name for field in dataclasses.fields(maml.Config)]
 NUMBERS = st.integers(-3, 3) | st.integers() | st.floats()
 VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=12) | st.lists(st.integers())
+TIMES = int(os.environ.get("INNERLOOP_FUZZ", "1"))
 CASES = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=400 * TIMES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+TRIED: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def told(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    each = ", ".join(f"{count} {what}" for what, count in TRIED.items())
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{TRIED.total()} hostile inputs: {each}")
 
 
 @CASES
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), VALUES, max_size=4))
 def test_configurations(changed: dict[str, Any]) -> None:
+    TRIED["configurations"] += 1
     with contextlib.suppress(InnerLoopError):
         config = from_json(maml.Config, as_json(maml.Config()) | changed)
         assert as_json(config) == as_json(maml.Config()) | changed
@@ -44,6 +63,7 @@ def test_configurations(changed: dict[str, Any]) -> None:
 @CASES
 @given(st.text(max_size=30) | st.recursive(VALUES, lambda v: st.lists(v, max_size=3)))
 def test_files_of_settings(tmp_path: Path, content: Any) -> None:
+    TRIED["files of settings"] += 1
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "config.json").write_text(text)
     with contextlib.suppress(InnerLoopError):
@@ -57,6 +77,7 @@ FLAGS = st.sampled_from(["--" + name.replace("_", "-") for name in NAMES if name
 @given(st.lists(st.tuples(FLAGS, st.text(max_size=6) | NUMBERS.map(str)), min_size=1, max_size=3))
 def test_command_lines(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
     """All are refused: the last flag is wrong whatever the others are."""
+    TRIED["command lines"] += 1
     words = [word for pair in pairs for word in pair]
     silent = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
     with silent[0], silent[1], contextlib.suppress(SystemExit):
@@ -87,7 +108,8 @@ def test_damaged_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     run.save({"number": 2})
     path = tmp_path / "checkpoint.pt"
     whole, chance = path.read_bytes(), random.Random(0)
-    for _ in range(500):
+    for _ in range(500 * TIMES):
+        TRIED["damaged checkpoints"] += 1
         content = damaged(whole, chance)
         path.write_bytes(content)
         state = run.load()
@@ -106,9 +128,10 @@ def test_foreign_checkpoints_with_a_right_checksum(tmp_path: Path) -> None:
 
     evil = io.BytesIO()
     torch.save({"a": Evil()}, evil)
-    contents = [damaged(whole, chance) for _ in range(300)]
+    contents = [damaged(whole, chance) for _ in range(300 * TIMES)]
     contents += [evil.getvalue(), pickle.dumps(Evil()), b"", b"[1]"]
     for content in contents:
+        TRIED["foreign checkpoints"] += 1
         path.write_bytes(hashlib.sha256(content).digest() + content)
         with contextlib.suppress(InnerLoopError):
             assert isinstance(run.load(), dict)
@@ -141,7 +164,8 @@ def test_damaged_archives(
     path = ARCHIVES[name](tmp_path / "data")
     whole, chance = path.read_bytes(), random.Random(0)
     refused = 0
-    for _ in range(150):
+    for _ in range(150 * TIMES):
+        TRIED["damaged archives"] += 1
         path.write_bytes(damaged(whole, chance))
         try:
             if name == "cifar10":
@@ -150,6 +174,6 @@ def test_damaged_archives(
                 data.load(name, root=path)
         except InnerLoopError:
             refused += 1
-    assert refused > 75
+    assert refused > 75 * TIMES
     assert {p.name for p in tmp_path.iterdir()} <= {"cache", "data"}
     assert [p.name for p in (tmp_path / "data").iterdir()] == [path.name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import _ranks, maml_rl, sine
+from innerloop.experiments import maml_rl, sine
 from innerloop.experiments._experiment import STOPPED, WRONG
 from innerloop.experiments._run import Run
 
@@ -232,41 +232,49 @@ def test_processes_that_do_not_find_each_other(
     assert "torchrun" in capsys.readouterr().err
 
 
-def test_a_process_that_waits_for_others_in_vain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It ends soon, so that torchrun starts the group again."""
-    alone = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_ranks, "_CONNECT", datetime.timedelta(seconds=1))
-    assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
-    assert "cannot find each other" in capsys.readouterr().err
-
-
-_TWO = """
-import datetime, time
-from innerloop.experiments import _ranks
+_MEET = """
+import sys, time
 import torch
-_ranks._CONNECT = datetime.timedelta(seconds=4)
+from innerloop.experiments import _ranks
+_ranks._CONNECT = float(sys.argv[1])
+time.sleep(float(sys.argv[2]))
 with _ranks.joined("cpu") as ranks:
-    time.sleep(6 * ranks.rank)
+    time.sleep(float(sys.argv[3]))
     assert ranks.summed(torch.ones(1)).item() == 2
 print("met")
 """
 
 
-def test_exchanges_may_take_longer_than_connecting(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(_TWO)
-    group = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *group, str(tmp_path / "two.py")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.stdout.count("met") == 2, done.stderr
+def meeting(store: TCPStore, rank: int, start: int, *seconds: float) -> subprocess.Popen[str]:
+    """A process of a group that torchrun started for so many times."""
+    about = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+    about |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": start}
+    command = [sys.executable, "-c", _MEET, *map(str, seconds)]
+    environment = os.environ | {name: str(value) for name, value in about.items()}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_group_that_is_started_again() -> None:
+    """Its store has the addresses of those who died; they are not taken for those of others."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for start, late in ((0, 0), (1, 4)):
+        group = [meeting(store, 0, start, 20, 0, 0), meeting(store, 1, start, 20, late, 0)]
+        assert ["met" in p.communicate()[0] for p in group] == [True, True]
+
+
+def test_exchanges_may_take_longer_than_connecting() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = [meeting(store, 0, 0, 5, 0, 0), meeting(store, 1, 0, 5, 0, 7)]
+    assert ["met" in p.communicate()[0] for p in group] == [True, True]
+
+
+def test_a_process_that_waits_for_others_in_vain() -> None:
+    """It ends soon, so that torchrun starts the group again."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    alone = meeting(store, 0, 0, 2, 0, 0)
+    assert "do not find each other" in alone.communicate()[1]
+    assert alone.returncode == 1
 
 
 def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:

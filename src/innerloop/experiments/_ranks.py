@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from innerloop.errors import InnerLoopError
 
@@ -115,7 +115,11 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks()
-_CONNECT, _EXCHANGE = datetime.timedelta(minutes=2), datetime.timedelta(minutes=30)
+_CONNECT = 300.0  # seconds
+_LOST = (
+    "WORLD_SIZE is set, but the processes do not find each other. Start them with torchrun, or "
+    "unset WORLD_SIZE."
+)
 
 
 @contextlib.contextmanager
@@ -129,19 +133,35 @@ def joined(device: str) -> Iterator[Ranks]:
     # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     try:
-        # Connections of gloo can get lost in a restart. Those who wait for them must end soon, so
-        # that torchrun starts them again; exchanges later on have their time.
-        dist.init_process_group(backend, timeout=_CONNECT)
+        with _soon():
+            store, rank, size = next(dist.rendezvous("env://"))
+            # torchrun keeps its store when it starts the group again. Addresses of those who died
+            # are in it; who takes one for another's waits for a connection that nobody makes.
+            own = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
-        raise InnerLoopError(
-            f"WORLD_SIZE is set, but the processes cannot find each other: {error} Start them with "
-            "torchrun, or unset WORLD_SIZE."
-        ) from error
-    distributed_c10d._set_pg_timeout(_EXCHANGE)
+        raise InnerLoopError(f"{_LOST} {error}") from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _soon() -> Iterator[None]:
+    """End the process if this takes long, so that torchrun starts the group again."""
+
+    def give_up() -> None:
+        print(f"After {_CONNECT:g} seconds: {_LOST}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_CONNECT, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def local_device(device: str) -> str:
