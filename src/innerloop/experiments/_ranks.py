@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from innerloop.errors import InnerLoopError
 
@@ -134,10 +136,10 @@ def joined(device: str) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     try:
         with _soon():
-            store, rank, size = next(dist.rendezvous("env://"))
+            store, rank, size = next(rendezvous("env://"))
             # torchrun keeps its store when it starts the group again. Addresses of those who died
             # are in it; who takes one for another's waits for a connection that nobody makes.
-            own = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         raise InnerLoopError(f"{_LOST} {error}") from error
