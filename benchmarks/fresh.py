@@ -101,6 +101,12 @@ def measure(problem: str, side: str, steps: int, limits: Limits) -> Point:
         return point._replace(note=str(error))
 
 
+def seconds(problem: str, side: str, steps: int, limits: Limits, calls: int = 1) -> float:
+    """Of one meta-step in a new process, warmed up by one of a single inner step."""
+    found = [_run(Point(problem, side, steps), limits, DEFAULTS)["seconds"] for _ in range(calls)]
+    return sum(found) / calls
+
+
 def _predict(points: Sequence[Point], field: str, steps: int) -> float:
     """The line through the last two points that have a value, continued."""
     known = [p for p in points if getattr(p, field) is not None]

@@ -11,7 +11,8 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ import setup_peers
 if TYPE_CHECKING:
     from fresh import Limits, Point
     from memory_report import Ratio, Target
+    from timing import Times
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 _TOLERANCE, _COMPARED_STEPS = 1e-10, 3
@@ -30,14 +32,19 @@ _DISAGREEMENT = 1
 
 
 class _Timed(NamedTuple):
-    """A target for time: `side` may take `limit` times as long as `reference`."""
+    """A target for time: `side` may take `limit` times as long as `reference`.
+
+    `apart` is the number of rounds in which every run has a new process, `together` that of rounds
+    in one process, where memory has been touched before; 0: not measured so.
+    """
 
     problem: str
     side: str
     reference: str
     steps: int
     limit: float
-    rounds: int
+    apart: int
+    together: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +57,9 @@ class _Plan:
     sides: tuple[str, ...] = ()  # none: all
     auto_steps: int = 100
     timed: tuple[_Timed, ...] = (
-        _Timed("conv", "Remat", "Tape", 10, 1.25, 15),
-        _Timed("gpt", "Remat", "higher", 20, 1.0, 7),
+        _Timed("conv", "Remat", "Tape", 10, 1.25, apart=9, together=15),
+        _Timed("gpt", "Remat", "higher", 20, 1.0, apart=5, together=5),
+        _Timed("gpt", "Remat compiled", "higher", 20, 1.0, apart=3, together=0),
     )
 
 
@@ -61,8 +69,9 @@ _QUICK = _Plan(
     steps=(1, 2),
     auto_steps=5,
     timed=(
-        _Timed("tiny-conv", "Remat", "Tape", 3, 1.25, 3),
-        _Timed("tiny-gpt", "Remat", "higher", 3, 1.0, 3),
+        _Timed("tiny-conv", "Remat", "Tape", 3, 1.25, apart=1, together=3),
+        _Timed("tiny-gpt", "Remat", "higher", 3, 1.0, apart=1, together=3),
+        _Timed("tiny-gpt", "Remat compiled", "higher", 3, 1.0, apart=1, together=0),
     ),
 )
 
@@ -121,23 +130,34 @@ def _auto(plan: _Plan, limits: Limits) -> _Found:
 
 
 def _ratios(plan: _Plan, limits: Limits) -> _Found:
-    """In this process, so that both sides meet the same machine in every round."""
+    """Times in rounds, so that both sides meet the same machine in every one."""
     import memory_report
-    import timing
-    import unrolls
 
     found = _Found([], [], [])
     for timed in plan.timed:
-        sides = (timed.side, timed.reference)
-        runs = {side: unrolls.case(timed.problem, side, timed.steps).run for side in sides}
-        times = timing.interleaved(runs, timed.rounds)
-        ours, theirs = (times[side] for side in sides)
-        spreads = (timing.ratio(ours, theirs), timing.spread(ours), timing.spread(theirs))
-        row = memory_report.Ratio(timed.problem, *sides, timed.steps, *spreads)
-        print(memory_report.ratio_line(row), flush=True)
-        found.ratios.append(row)
-        found.targets.append(memory_report.ratio_target(row, timed.limit))
+        for where, times in _times(timed, limits):
+            ours, theirs = times[timed.side], times[timed.reference]
+            row = memory_report.Ratio.of(timed, where, ours, theirs)
+            print(memory_report.ratio_line(row), flush=True)
+            found.ratios.append(row)
+            found.targets.append(memory_report.ratio_target(row, timed.limit))
     return found
+
+
+def _times(timed: _Timed, limits: Limits) -> Iterator[tuple[str, Times]]:
+    import fresh
+    import timing
+    import unrolls
+
+    sides = (timed.side, timed.reference)
+    if timed.apart:
+        clocks = {
+            side: partial(fresh.seconds, timed.problem, side, timed.steps, limits) for side in sides
+        }
+        yield "each in its own process", timing.rounds(clocks, dict.fromkeys(sides, 1), timed.apart)
+    if timed.together:
+        runs = {side: unrolls.case(timed.problem, side, timed.steps).run for side in sides}
+        yield "in one process", timing.interleaved(runs, timed.together)
 
 
 class _Part(NamedTuple):
@@ -177,7 +197,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     return dataclasses.replace(plan, steps=tuple(sorted(map(int, args.steps.split(",")))))
 
 
-def _compare(plan: _Plan, parts: list[_Part]) -> None:
+def _compare(plan: _Plan, names: list[str]) -> None:
     """Every side must give the same gradient, in float64, before anything is measured."""
     import torch
 
@@ -185,11 +205,12 @@ def _compare(plan: _Plan, parts: list[_Part]) -> None:
     import memory_report
     import unrolls
 
-    for field in dict.fromkeys(field for part in parts for field in part.problems):
+    for field in dict.fromkeys(field for name in names for field in _PARTS[name].problems):
         problem = getattr(plan, field)
+        timed = [t.side for t in plan.timed if t.problem == problem and "ratios" in names]
         cases = {
             side: unrolls.case(problem, side, _COMPARED_STEPS, torch.float64)
-            for side in reversed(memory_report.SIDES)
+            for side in dict.fromkeys([*reversed(memory_report.SIDES), *timed])
         }
         difference = agreement.check(problem, cases, _TOLERANCE)
         print(
@@ -204,7 +225,7 @@ def _measure(args: argparse.Namespace, about: dict[str, object], path: Path) -> 
 
     names = [args.only] if args.only else [*_PARTS]
     plan, limits = _plan(args), Limits(args.max_seconds, args.threads)
-    _compare(plan, [_PARTS[name] for name in names])
+    _compare(plan, names)
     found = _Found([], [], [])
     for name in names:
         print(f"\n# {name}", flush=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import timing
 from fresh import Point
 from timing import Spread
 
@@ -14,15 +15,21 @@ SIDES = ("higher", "Tape", "Remat", "Binomial(8)")
 
 
 class Ratio(NamedTuple):
-    """Time of one side divided by that of another, interleaved in one process."""
+    """Time of one side divided by that of another, in rounds in which each ran once."""
 
     problem: str
     side: str
     reference: str
     steps: int
+    where: str  # in one process, or each in its own
     ratio: Spread
     seconds: Spread
     reference_seconds: Spread
+
+    @classmethod
+    def of(cls, timed: Any, where: str, ours: list[float], theirs: list[float]) -> Ratio:
+        spreads = (timing.ratio(ours, theirs), timing.spread(ours), timing.spread(theirs))
+        return cls(timed.problem, timed.side, timed.reference, timed.steps, where, *spreads)
 
 
 class Target(NamedTuple):
@@ -83,7 +90,7 @@ def tables(title: str, points: Sequence[Point]) -> str:
 
 def ratio_line(row: Ratio) -> str:
     return (
-        f"{row.problem}, J = {row.steps}: {row.side} {row.seconds.median:.2f} s, "
+        f"{row.problem}, J = {row.steps}, {row.where}: {row.side} {row.seconds.median:.2f} s, "
         f"{row.reference} {row.reference_seconds.median:.2f} s, ratio {row.ratio.median:.3f} "
         f"(quartiles {row.ratio.low:.3f}-{row.ratio.high:.3f})"
     )
@@ -135,7 +142,7 @@ def memory_targets(problem: str, points: Sequence[Point]) -> list[Target]:
 
 def ratio_target(row: Ratio, limit: float) -> Target:
     text = f"{row.problem}: time at J = {row.steps}, {row.side} / {row.reference}"
-    detail = f"quartiles {row.ratio.low:.3f}-{row.ratio.high:.3f}"
+    detail = f"{row.where}, quartiles {row.ratio.low:.3f}-{row.ratio.high:.3f}"
     return Target(text, row.ratio.median, limit, detail=detail)
 
 

@@ -19,6 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 _RATE = 0.01  # small: 200 steps on one batch must not diverge
 _CLASSES = 5
+_COMPILED = " compiled"  # after the name of a strategy
 
 
 class Problem(NamedTuple):
@@ -70,10 +71,34 @@ def strategy(side: str) -> Any:
     """What the name of a side says: `Remat`, `Binomial(8)`, `Auto(2GB)`; None for `higher`."""
     if side == "higher":
         return None
-    name, _, argument = side.removesuffix(")").partition("(")
+    name, _, argument = side.removesuffix(_COMPILED).removesuffix(")").partition("(")
     if name == "Auto":
         return il.Auto(memory=argument)
     return getattr(il, name)(*map(int, filter(None, [argument])))
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Any) -> il.InnerLoop:
+    return il.InnerLoop(model, optimizer, _loss, learn=("init",), backward=backward)
+
+
+_programs: dict[tuple[str, str, torch.dtype], il.InnerLoop] = {}
+"""Compiled loops: what was compiled for the warm-up is there for what is measured."""
+
+
+def _parts(
+    problem: str, side: str, dtype: torch.dtype
+) -> tuple[nn.Module, torch.optim.Optimizer, il.InnerLoop | None]:
+    if (problem, side, dtype) in _programs:
+        inner = _programs[problem, side, dtype]
+        return inner.model, inner.optimizer, inner
+    torch.manual_seed(0)
+    model = PROBLEMS[problem].model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    if not side.endswith(_COMPILED):
+        return model, optimizer, None
+    inner = _programs[problem, side, dtype] = _loop(model, optimizer, strategy(side))
+    inner.compile("step")
+    return model, optimizer, inner
 
 
 class MetaStep(NamedTuple):
@@ -86,9 +111,7 @@ class MetaStep(NamedTuple):
 
 def build(problem: str, side: str, dtype: torch.dtype = torch.float32) -> MetaStep:
     """The same weights, data and inner optimizer for every side."""
-    torch.manual_seed(0)
-    model = PROBLEMS[problem].model().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    model, optimizer, compiled = _parts(problem, side, dtype)
     train, val = (PROBLEMS[problem].batch(dtype, seed) for seed in (1, 2))
     backward = strategy(side)
 
@@ -102,7 +125,7 @@ def build(problem: str, side: str, dtype: torch.dtype = torch.float32) -> MetaSt
 
     def by_innerloop(steps: int) -> None:
         model.zero_grad()
-        inner = il.InnerLoop(model, optimizer, _loss, learn=("init",), backward=backward)
+        inner = compiled or _loop(model, optimizer, backward)
         inner([train] * steps, val).backward()
 
     return MetaStep(by_higher if backward is None else by_innerloop, model, backward)

@@ -634,3 +634,32 @@ def test_a_stranger_in_a_backward_only(own: bool, backward: Any) -> None:
         return loop.grads(value, Weighted.hidden_scale)
 
     assert_right_or_refused(lambda: gradient(backward), gradient(il.Tape()), "requires grad")
+
+
+@pytest.mark.parametrize("backward", [il.Forward(), il.Implicit()], ids=repr)
+@pytest.mark.parametrize("hidden", ["hook", "attribute"])
+def test_a_tensor_deep_in_a_model_is_named(hidden: str, backward: Any) -> None:
+    inside = torch.full((3,), 0.3, requires_grad=True)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 1))
+            self._kept = {"a": [inside]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x * self._kept["a"][0] if hidden == "attribute" else x)
+
+    model = Deep()
+    if hidden == "hook":
+        model.body[0].register_forward_pre_hook(lambda module, args: (args[0] * inside,))
+    inner = il.InnerLoop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda m, b: (m(b[0]) - b[1]).square().mean(),
+        learn=("lr",) if isinstance(backward, il.Forward) else ("init",),
+        backward=backward,
+    )
+    batch = torch.randn(4, 3), torch.randn(4, 1)
+    with pytest.raises(il.RequirementError, match=r"'inside'|'_kept\.a\.0'"):
+        inner([batch] * 2, batch).backward()

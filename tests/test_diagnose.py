@@ -1118,3 +1118,19 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
             line += block.count("\n")
         else:
             assert masked(capsys.readouterr().out.strip()) == masked(block.strip())
+
+
+def test_a_loop_made_for_tasks_is_healthy():
+    model = nn.Linear(3, 1)
+    loss = lambda m, b: (m(b[0]) - b[1]).square().mean()  # noqa: E731
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, sgd, loss, learn=("init", "lr"), tasks=True)
+    batch = torch.randn(4, 6, 3), torch.randn(4, 6, 1)
+    for report in (
+        il.diagnose(inner, [batch] * 3, batch),
+        il.diagnose(inner, [batch] * 3, batch, tasks=True),
+        il.diagnose(
+            inner, [tuple(t[0] for t in batch)] * 3, tuple(t[0] for t in batch), tasks=False
+        ),
+    ):
+        assert report.healthy, str(report)

@@ -4,6 +4,7 @@ Values are held to plain torch training, gradients to the paper's loop by hand a
 """
 
 import copy
+import dataclasses
 import io
 import pickle
 from collections.abc import Sequence
@@ -1643,3 +1644,57 @@ def test_a_diverging_run_says_at_which_step():
     inner, train, val = built(make=lambda p: optim.SGD(p, lr=1e200))
     with refuses("NaN", kind=DivergedError, model=inner.model):
         inner([*train, *train], val)
+
+
+@pytest.mark.parametrize("make", [optim.Adam, lambda p: optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_a_warm_optimizer_follows_to_another_precision(make):
+    model = nn.Linear(3, 1, dtype=torch.float32)
+    optimizer = make(model.parameters())
+    batch = torch.randn(8, 3), torch.randn(8, 1)
+    narrow = tuple(t.float() for t in batch)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(narrow[0]) - narrow[1]).square().mean().backward()
+        optimizer.step()
+    wide, wide_optimizer = copy.deepcopy((model, optimizer))
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    inner = il.InnerLoop(model, optimizer, lambda m, b: (m(b[0]) - b[1]).square().mean()).double()
+    slots = [v for s in optimizer.state.values() for n, v in s.items() if n != "step"]
+    assert {slot.dtype for slot in slots} == {torch.float64}
+    # torch casts a state to the weights it is loaded for.
+    wide.double()
+    wide_optimizer.load_state_dict(optimizer_state)
+    with torch.no_grad():
+        adapted = inner.adapt([batch] * 3)
+    for _ in range(3):
+        wide_optimizer.zero_grad()
+        (wide(batch[0]) - batch[1]).square().mean().backward()
+        wide_optimizer.step()
+    for name, p in wide.named_parameters():
+        assert torch.allclose(adapted.params[name], p, rtol=1e-13, atol=1e-14)
+    adapted.write_to(model, optimizer)
+    optimizer.step()
+
+
+def test_batches_that_are_dataclasses_work_in_inference_mode():
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    model = nn.Linear(3, 1)
+    loss = lambda m, b: (m(b.x) - b.y).square().mean()  # noqa: E731
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    wanted = inner([Pair(x, y)] * 2, Pair(x, y)).item()
+    with torch.inference_mode():
+        pair = Pair(x.clone(), y.clone())
+        assert inner([pair] * 2, pair).item() == wanted
+        assert inner.adapt([pair] * 2).losses.shape == (2,)
+
+
+def test_writing_settings_of_a_learned_optimizer_says_so():
+    model = nn.Linear(3, 1)
+    inner = il.InnerLoop(model, il.learned.MLPOptimizer(), squares, learn=())
+    with pytest.raises(il.InnerLoopError, match="inner loop with MLPOptimizer"):
+        inner.write_to(optim.SGD(model.parameters(), lr=0.1))

@@ -399,14 +399,17 @@ def test_a_schedule_with_tasks():
 # Going back to the optimizer. ---------------------------------------------------------------------
 
 
+ONE_FLOOR = "CosineAnnealingLR to a floor"  # for all groups
+
+
 @pytest.mark.parametrize("warm", [0, 3])
-@pytest.mark.parametrize("scheduler", [n for n, row in SCHEDULERS.items() if row.proportional])
+@pytest.mark.parametrize("scheduler", EVERY)
 def test_a_learned_rate_written_back_is_used_once(scheduler, warm):
     """After `write_to`, plain torch trains as the loop did; and a new loop starts there too."""
     setup = Setup(scheduler, warm=warm)
     inner = setup.inner(learn=("lr",))
     with torch.no_grad():
-        inner.settings["lr"].mul_(torch.tensor([1.5, 0.7]))
+        inner.settings["lr"].mul_(torch.tensor([1.5, 1.5 if scheduler == ONE_FLOOR else 0.7]))
         value = inner(setup.train, setup.val)
         inner.write_to()
         assert_close([inner(setup.train, setup.val)], [value])
@@ -414,6 +417,51 @@ def test_a_learned_rate_written_back_is_used_once(scheduler, warm):
             assert_close([setup.inner(learn=learn)(setup.train, setup.val)], [value])
         assert_close([setup.inner(learn="lr").hyper["lr"]], [inner.hyper["lr"]])
     assert_close([setup.run()], [value])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR", "CyclicLR of the rate only"])
+def test_a_learned_momentum_written_back_is_cycled(scheduler, optimizer):
+    setup = Setup(scheduler, optimizer, warm=2)
+    name = "momentum" if optimizer == "SGD" else "betas"
+    inner = setup.inner(learn=("lr", name))
+    with torch.no_grad():
+        inner.settings["lr"].mul_(1.5)
+        inner.settings[name].mul_(0.6)
+        value = inner(setup.train, setup.val)
+        inner.write_to()
+        assert_close([inner(setup.train, setup.val)], [value])
+    assert_close([setup.run()], [value])
+
+
+def test_rates_that_one_floor_does_not_fit_are_not_written():
+    setup = Setup(ONE_FLOOR)
+    inner = setup.inner(learn=("lr",))
+    with torch.no_grad():
+        inner.settings["lr"].mul_(torch.tensor([1.5, 0.7]))
+    state = copy.deepcopy(setup.scheduler.state_dict())
+    with refuses("CosineAnnealingLR", "inner.hyper", optimizer=setup.optimizer):
+        inner.write_to()
+    assert setup.scheduler.state_dict() == state
+
+
+@pytest.mark.parametrize("scheduler", EVERY)
+def test_writing_to_another_optimizer_leaves_the_loop_alone(scheduler):
+    setup = Setup(scheduler, warm=2)
+    inner = setup.inner(learn=("lr",))
+    other = copy.deepcopy(setup.optimizer)
+    schedulers = [setup.scheduler, *getattr(setup.scheduler, "_schedulers", ())]
+    with torch.no_grad():
+        inner.settings["lr"].mul_(3)
+        value = inner(setup.train, setup.val)
+        rates = [group["lr"] for group in setup.optimizer.param_groups]
+        bases = [list(one.base_lrs) for one in schedulers if hasattr(one, "base_lrs")]
+        inner.write_to(other)
+        assert_close([inner(setup.train, setup.val)], [value])
+    assert [one.base_lrs for one in schedulers if hasattr(one, "base_lrs")] == bases
+    assert [group["lr"] for group in setup.optimizer.param_groups] == rates
+    written = [group["lr"] for group in other.param_groups]
+    assert_close([torch.tensor(written)], [3 * torch.tensor(rates)])
 
 
 # Refusals, copies. --------------------------------------------------------------------------------

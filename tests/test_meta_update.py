@@ -279,16 +279,68 @@ def test_a_scheduler_of_the_meta_optimizer():
     assert_close(inner.parameters(), twin.parameters())
 
 
-def test_lbfgs_as_meta_optimizer_works_or_is_refused():
+def test_lbfgs_as_meta_optimizer_is_lbfgs_by_hand():
     inner, train, val = built(learn=("lr",))
-    meta = optim.LBFGS(inner.parameters(), lr=0.01, max_iter=2)
-    try:
-        losses = il.meta_update(inner, train, val, meta)
-    except il.InnerLoopError as error:
-        assert "LBFGS" in str(error)
-        return
-    assert len(losses) == 1
-    assert inner.settings["lr"].item() != 0.1
+    twin = copy.deepcopy(inner)
+    meta = optim.LBFGS(twin.parameters(), lr=0.01, max_iter=3)
+    expected = []
+
+    def closure():
+        meta.zero_grad()
+        value = twin(train, val)
+        value.backward()
+        return value
+
+    for _ in range(2):
+        expected.append(meta.step(closure).detach())
+    found = il.meta_update(
+        inner, train, val, optim.LBFGS(inner.parameters(), lr=0.01, max_iter=3), updates=2
+    )
+    assert_close(found, expected)
+    assert_close(inner.parameters(), twin.parameters())
+
+
+def test_lbfgs_evaluates_an_update_on_the_same_data():
+    inner, train, val = built(learn=("lr",))
+    drawn = []
+    meta = optim.LBFGS(inner.parameters(), lr=0.01, max_iter=4)
+    il.meta_update(inner, lambda: drawn.append(1) or train, val, meta, updates=3)
+    assert len(drawn) == 3
+
+
+def test_lbfgs_evaluates_an_update_from_the_same_state():
+    inner, train, val = built(learn=("lr",), backward=il.Truncated(STEPS, carry=True))
+    meta = optim.LBFGS(inner.parameters(), lr=1e-6, max_iter=4)
+    il.meta_update(inner, train, val, meta, updates=2)
+    assert [state.time for state in inner._going_on(alone=True)] == [2 * STEPS]
+
+
+def test_lbfgs_evaluates_an_update_with_the_same_random_numbers():
+    def net():
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
+
+    seen = []
+
+    def judged(model, batch):
+        seen.append(torch.rand(()).item())
+        return squares(model, batch)
+
+    inner, train, val = built(net, learn=("lr",), val_loss=judged)
+    seen.clear()
+    meta = optim.LBFGS(inner.parameters(), lr=1e-3, max_iter=4)
+    il.meta_update(inner, train, val, meta)
+    assert len(seen) > 1
+    assert len(set(seen)) == 1
+
+
+def test_a_loop_over_tasks_is_updated_over_tasks():
+    model = Net()
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, sgd, squares, learn=("init", "lr"), tasks=True)
+    train, (val,) = batches(STEPS, 4), batches(1, 4)
+    wanted = inner(train, val).mean().detach()
+    losses = il.meta_update(inner, train, val, optim.SGD(inner.parameters(), lr=0.0))
+    assert_close(losses, [wanted])
 
 
 # Refusals. --------------------------------------------------------------------------------------

@@ -103,6 +103,31 @@ def test_a_frozen_weight_written_to_in_the_forward_is_refused(backward):
         inner([data()] * 2, data())
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
+def test_a_validation_loss_that_writes_to_a_weight_is_refused(backward, steps):
+    model = Teacher()
+
+    def loss(model, batch):
+        return (model.student(batch[0]) - batch[1]).square().mean()
+
+    sgd = optim.SGD(model.student.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, sgd, loss, backward=backward, val_loss=squares)
+    with pytest.raises(il.InnerLoopError, match=r"wrote in place to the weight 'teacher\.weight'"):
+        inner([data()] * steps, data())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_embedding_that_writes_to_its_rows_is_refused_before_it_does(steps):
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 1))
+    before = model[0].weight.detach().clone()
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    batch = torch.arange(5), torch.randn(5, 1)
+    with pytest.raises(il.InnerLoopError, match=r"'0' of the model is a Embedding with max_norm"):
+        inner([batch] * steps, batch)
+    assert torch.equal(model[0].weight, before)
+
+
 def test_a_layer_replaced_after_the_loop_was_made_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     inner = il.InnerLoop(model, optim.Adam(model.parameters()), squares)

@@ -71,7 +71,8 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     rows = [(p, o) for p in PROBLEMS for o in ON_EVERY_PROBLEM] + [("mlp", o) for o in ON_ONE]
-    return [Case(p, o, learn) for p, o in rows for learn in choices(p, o)]
+    shaped = [Case(p, o, "loss") for p in PROBLEMS if p != "learned_loss" for o in ON_EVERY_PROBLEM]
+    return [Case(p, o, learn) for p, o in rows for learn in choices(p, o)] + shaped
 
 
 def choices(problem: str, optimizer: str) -> list[str]:
@@ -83,6 +84,20 @@ def choices(problem: str, optimizer: str) -> list[str]:
         *(["loss"] if problem == "learned_loss" else []),
         "everything",
     ]
+
+
+class Shaped(nn.Module):
+    """An ordinary loss with parameters of its own around it."""
+
+    def __init__(self, ordinary: Any) -> None:
+        super().__init__()
+        self.ordinary = ordinary
+        self.weight = nn.Parameter(torch.tensor(1.3))
+        self.pull = nn.Parameter(torch.tensor(-2.0))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        norm = sum(p.square().sum() for p in model.parameters())
+        return self.weight * self.ordinary(model, batch) + self.pull.exp() * norm
 
 
 each_case = pytest.mark.parametrize("case", cases(), ids=str)
@@ -111,6 +126,9 @@ def ready(case: Case) -> Ready:
     torch.manual_seed(0)
     problem, row = (PROBLEMS | NORMS)[case.problem], OPTIMIZERS[case.optimizer]
     built = problem.build()
+    if case.learn == "loss" and not isinstance(built.loss, nn.Module):
+        problem = problem._replace(val_loss=built.loss)
+        built = built._replace(loss=Shaped(built.loss))
     named = il.functional(built.model).params
     moving = [
         p

@@ -287,3 +287,19 @@ def test_what_is_no_strategy_is_refused() -> None:
     for wrong in (il.Truncated, Untouched(), "remat", 3):
         with pytest.raises(il.InnerLoopError, match="strategy"):
             loop.unrolled(train, wrong)
+
+
+def test_a_run_alone_and_runs_of_tasks_count_their_own_steps() -> None:
+    model = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    learn = {"lr": il.Learn(per="step", steps=3)}
+    inner = il.InnerLoop(model, sgd, _squares, learn, il.Truncated(3, carry=True))
+    x, y = torch.randn(2, 4, 3), torch.randn(2, 4, 1)
+    inner([(x, y)] * 3, (x, y), tasks=True)
+    inner([(x[0], y[0])] * 3, (x[0], y[0]))
+    with pytest.raises(il.InnerLoopError, match="for 3 steps"):
+        inner([(x[0], y[0])], (x[0], y[0]))
+
+
+def _squares(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()

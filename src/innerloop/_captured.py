@@ -244,6 +244,10 @@ def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> str:
     )
 
 
+_INTERNAL = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
+
+
 def _found(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str, Tensor] | None:
     """A tensor that functions or modules among ``roots`` hold, and how they call it."""
     level = [(root, "") for root in roots]
@@ -279,7 +283,13 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
         args = [(str(i), arg) for i, arg in enumerate(value.args)]
         return [("", value.func), *args, *value.keywords.items()]
     if isinstance(value, nn.Module):
-        return [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
+        inside = [item for one in value.modules() for item in vars(one).items()]
+        hooks = [v for name, v in inside if name in _HOOKS and isinstance(v, Mapping)]
+        own = [(name, v) for name, v in inside if name not in _INTERNAL]
+        return [
+            *(*value.named_parameters(), *value.named_buffers(), *own),
+            *(("", hook) for held in hooks for hook in held.values()),
+        ]
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items()]
     if isinstance(value, list | tuple):

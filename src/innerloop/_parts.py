@@ -71,6 +71,23 @@ def check_whole(modules: Iterable[nn.Module]) -> None:
             )
 
 
+def check_steady(model: nn.Module) -> None:
+    """Refuse layers that write to their weights whenever they are called."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise InnerLoopError(
+                four_part(
+                    f"The layer {name!r} of the model is a {type(module).__name__} with "
+                    f"max_norm={module.max_norm}.",
+                    "a forward that only reads the weights.",
+                    "with max_norm, each call writes to the rows it reads, and a step is a "
+                    "function of the weights.",
+                    "max_norm=None, and a parametrization (torch.nn.utils.parametrize) that scales "
+                    "the rows.",
+                )
+            )
+
+
 def warn_of_hooks(params: Mapping[str, Any], optimizer: Any) -> None:
     """Say so where hooks of ordinary training are not part of the inner loop."""
     hooked = [n for n, p in params.items() if p._backward_hooks or _after_accumulation(p)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -12,9 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop._captured import reaches
+from innerloop._evaluation import check_unwritten, versions_of
 from innerloop._parts import (
     check_callable,
     check_parts,
+    check_steady,
     check_whole,
     no_settings,
     warn_of_hooks,
@@ -29,7 +32,7 @@ from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
 from innerloop.prepared import Prepared, TaskRun
-from innerloop.schedules import Factors, check_schedule, rebase, start_values
+from innerloop.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.state import Meta, State
 from innerloop.step import inner_step
 from innerloop.tasks import Way, _axis, auto
@@ -148,7 +151,9 @@ class InnerLoop(nn.Module):
             train = batches
         if way is not None:
             batches = list(as_batches(train))
-            ended = way.run(self._several(self.prepared(len(batches)), batches, val, self._value))
+            ended = way.run(
+                self._several(self.prepared(len(batches), False), batches, val, self._value)
+            )
             self._keep(lambda: [state for state, _ in ended.each])
             assert ended.losses is not None
             self._check_losses(ended.losses, ended.weights)
@@ -172,7 +177,7 @@ class InnerLoop(nn.Module):
             run, state, outs = self._single(train, own=True)
             return run.adapted(state, outs)
         batches = list(as_batches(train))
-        run = dataclasses.replace(self.prepared(len(batches)), own=True)
+        run = dataclasses.replace(self.prepared(len(batches), False), own=True)
         ended = way.run(self._several(run, batches, None, None))
         self._keep(lambda: [state for state, _ in ended.each])
         return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
@@ -223,7 +228,7 @@ class InnerLoop(nn.Module):
             raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
         run = compiler.known(
             (key, len(batches), *self._where()),
-            lambda: self.prepared(len(batches)),
+            lambda: self.prepared(len(batches), way is None),
             self._is_fresh(),
         )
         run = dataclasses.replace(run, meta=self.meta(run.step.rule))
@@ -309,7 +314,17 @@ class InnerLoop(nn.Module):
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
         target = self.optimizer if optimizer is None else optimizer
         if not isinstance(target, torch.optim.Optimizer) or self._base is None:
-            raise InnerLoopError(no_settings(self.learned, None))
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote the settings of an inner loop with {type(self.optimizer).__name__} "
+                    f"to {type(target).__name__}.",
+                    "two optimizers of torch.optim.",
+                    "settings have names in these; a learned optimizer has weights, which are "
+                    "meta-parameters already.",
+                    "inner.optimizer.as_torch_optimizer(params), if it is one of "
+                    "innerloop.learned, or inner.state_dict() to keep its weights.",
+                )
+            )
         for name, learn in self.learned.items():
             if learn.steps is not None:
                 raise InnerLoopError(
@@ -334,15 +349,29 @@ class InnerLoop(nn.Module):
             )
         opt = _tree.map(_detached, self.meta(rule).opt)
         base = self._plain(rule, target, self._at(rule, opt, 0))
-        scheduled = isinstance(self.schedule, LRScheduler)
-        now = base
-        if scheduled:
-            now = self._plain(rule, target, _Settings(self, rule, self._factors())(opt, 0))
+        if not isinstance(self.schedule, LRScheduler):
+            write_settings(target, base)
+            self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
+            return
+        now = self._plain(rule, target, _Settings(self, rule, self._factors())(opt, 0))
+        if target is not self.optimizer:
+            # Its rates at this moment; the scheduler is that of the loop's own optimizer.
+            write_settings(target, now)
+            return
+        if not follows(self.schedule, self._base, base):
+            raise InnerLoopError(
+                four_part(
+                    f"You write settings learned with a {type(self.schedule).__name__} to its "
+                    "optimizer.",
+                    "a scheduler that moves settings in proportion to where they started.",
+                    "this one would take them elsewhere than the inner loop did, as it holds "
+                    "numbers of its own.",
+                    "inner.hyper to read what was learned, and a new scheduler made with it.",
+                )
+            )
+        rebase(self.schedule, self._base, base)
         write_settings(target, now)
-        if scheduled and "lr" in self.learned:
-            rebase(self.schedule, target, [group["lr"] for group in base])
-        for group, values in zip(self._base, base, strict=True):
-            group.update(values)
+        self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
 
     def _plain(
         self, rule: Rule, target: torch.optim.Optimizer, hyper: Mapping[str, Any]
@@ -362,13 +391,16 @@ class InnerLoop(nn.Module):
 
     # What a call is made of. --------------------------------------------------------------------
 
-    def prepared(self, steps: int) -> Prepared:
-        """The three parts as they are now, as pure functions and plain tensors."""
+    def prepared(self, steps: int, alone: bool = True) -> Prepared:
+        """The three parts as they are now, as pure functions and plain tensors.
+
+        ``alone`` tells a run without a task axis from one with: each carries its own state on.
+        """
         check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
+        check_steady(self.model)
         template = functional(self.model).template()
-        self._check_reach(steps)
-        begun = max((state.time for state in (self._carried or {}).values()), default=0)
-        check_steps(self.learned, begun + steps)
+        self._check_reach(steps, alone)
+        check_steps(self.learned, self._begun(alone) + steps)
         learned = self.learn_init
         params = {n: p if learned else _detached(p) for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -388,6 +420,15 @@ class InnerLoop(nn.Module):
         step = dataclasses.replace(step, model=template)
         state = State(params, template.buffers, step.initial(params))
         return Prepared(step, state, self.meta(rule), self.backward)
+
+    def _begun(self, alone: bool) -> int:
+        """How many steps the run that goes on has taken."""
+        return max((state.time for state in self._going_on(alone)), default=0)
+
+    def _going_on(self, alone: bool) -> list[State]:
+        """The states that a run starts from, if it is under way."""
+        carried = self._carried or {}
+        return [state for key, state in carried.items() if (key == _ALONE) == alone]
 
     def _check_same(self, template: Template, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose parameters are no longer the model's."""
@@ -428,7 +469,9 @@ class InnerLoop(nn.Module):
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
         measure: Any = loss if self.val_loss is None else self.val_loss
+        versions = versions_of(dict(model.named_parameters()))
         value = measure(model, val)
+        check_unwritten(versions)
         value = value[0] if isinstance(value, tuple) and value else value
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -475,11 +518,11 @@ class InnerLoop(nn.Module):
     def _asks(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
-    def _check_reach(self, steps: int) -> None:
+    def _check_reach(self, steps: int, alone: bool) -> None:
         k = self.backward.k if isinstance(self.backward, Truncated) else steps
         if not self.learn_init or not torch.is_grad_enabled():
             return
-        if self._carried:
+        if self._going_on(alone):
             raise RequirementError(
                 four_part(
                     f"You learn 'init' with {self.backward}, and the run is under way.",
@@ -511,10 +554,14 @@ class InnerLoop(nn.Module):
         super()._apply(fn, recurse)
         for module in self._unregistered():
             module._apply(fn, recurse)
+        moved = lambda v: fn(v) if isinstance(v, Tensor) else v  # noqa: E731
         if self._carried is not None:
-            self._carried = _tree.map(
-                lambda v: fn(v) if isinstance(v, Tensor) else v, self._carried
-            )
+            self._carried = _tree.map(moved, self._carried)
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            for slots in self.optimizer.state.values():
+                # Counts of steps are float32 on the CPU, whatever the weights are.
+                own = {name: slot for name, slot in slots.items() if name != "step"}
+                slots.update(_tree.map(moved, own))
         return self
 
     def train(self, mode: bool = True) -> InnerLoop:
@@ -578,6 +625,11 @@ def _usable(data: Any) -> Any:
     data = list(data) if isinstance(data, list | tuple) and type(data) is not tuple else data
 
     def usable(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(found, field.name, _usable(getattr(value, field.name)))
+            return found
         return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
     return _tree.map(usable, data)

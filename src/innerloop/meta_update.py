@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from innerloop._ambient import Randomness, devices_of
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 from innerloop.inner_loop import InnerLoop
+from innerloop.tasks import Way
 from innerloop.unroll import as_batches
 
 
@@ -20,7 +23,7 @@ def meta_update(
     meta_optimizer: torch.optim.Optimizer,
     updates: int = 1,
     *,
-    tasks: bool = False,
+    tasks: bool | Way | None = None,
 ) -> list[Tensor]:
     """Update the meta-parameters ``updates`` times by the exact meta-gradient (Algorithm 1).
 
@@ -28,7 +31,9 @@ def meta_update(
     now (or from the carried state of ``Truncated(carry=True)``), runs over ``train``, and is
     measured on ``val``; the model, the optimizer and their gradients are left as they are, except
     for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
-    new data for every update. Returns the validation losses.
+    new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
+    counts. An LBFGS evaluates an update several times: from the same state, on the same data, with
+    the same random numbers. Returns the validation losses.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -45,10 +50,9 @@ def meta_update(
     train = train if callable(train) else as_batches(train)
     losses: list[Tensor] = []
 
-    def evaluated() -> Tensor:
+    def evaluated(batches: Any, judged: Any) -> Tensor:
         # Lines 2 to 9 are the forward of the loop, lines 10 to 15 its backward.
-        value = inner(_given(train), _given(val), tasks=tasks)
-        value = value.mean() if tasks else value
+        value = inner(batches, judged, tasks=tasks).mean()
         grads = torch.autograd.grad(value, phi, allow_unused=True)
         if all(grad is None for grad in grads):
             raise RequirementError(_NOTHING)
@@ -60,16 +64,30 @@ def meta_update(
     kept = [p.grad for p in phi]
     try:
         for _ in range(updates):  # line 1
-            with torch.enable_grad():
-                losses.append(evaluated())
+            once = partial(evaluated, _given(train), _given(val))
             if isinstance(meta_optimizer, torch.optim.LBFGS):
-                meta_optimizer.step(evaluated)  # type: ignore[arg-type]
-            else:
-                meta_optimizer.step()  # line 16
+                again = _repeatable(inner, once)
+                losses.append(meta_optimizer.step(again))  # type: ignore[arg-type]
+                continue
+            with torch.enable_grad():
+                losses.append(once())
+            meta_optimizer.step()  # line 16
     finally:
         for param, grad in zip(phi, kept, strict=True):
             param.grad = grad
     return losses
+
+
+def _repeatable(inner: InnerLoop, once: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same from the same state and with the same random numbers, whenever it is called."""
+    carried, randomness = inner._carried, Randomness(devices_of(inner.parameters()))
+
+    def again() -> Tensor:
+        inner._carried = carried
+        randomness.set()
+        return once()
+
+    return again
 
 
 def _check_finite(inner: InnerLoop, value: Tensor, grads: dict[Tensor, Tensor | None]) -> None:

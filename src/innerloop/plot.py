@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from innerloop.tasks import Way
+
 
 def plot_unroll(
-    what: Report | InnerLoop, train: Any = None, val: Any = None, *, tasks: bool = False
+    what: Report | InnerLoop,
+    train: Any = None,
+    val: Any = None,
+    *,
+    tasks: bool | Way | None = None,
 ) -> Figure:
     """Draw the training loss, the norm of B_j, and the memory of each strategy.
 
@@ -47,7 +53,7 @@ def _figure() -> Figure:
     return Figure(figsize=(13, 4), layout="constrained")
 
 
-def _report(what: Any, train: Any, val: Any, tasks: bool) -> Report:
+def _report(what: Any, train: Any, val: Any, tasks: bool | Way | None) -> Report:
     if isinstance(what, Report):
         return what
     if isinstance(what, InnerLoop) and train is not None:

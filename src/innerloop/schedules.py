@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -118,14 +119,83 @@ class Factors:
         return self.rows[time]
 
 
-def rebase(schedule: Any, optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
-    """Have a scheduler start from other learning rates than those it was built with."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if "initial_lr" in group:
-            group["initial_lr"] = rate
-    for one in (schedule, *getattr(schedule, "_schedulers", ())):
-        if hasattr(one, "base_lrs"):
-            one.base_lrs = list(rates)
+_AHEAD = 50  # steps of a schedule that are looked at
+_RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr")
+_MOMENTA = ("base_momentum", "max_momentum")
+
+
+def rebase(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    """Have a scheduler go on from other settings than those it was built with.
+
+    Rates and momenta that it holds, of its own or in the groups of its optimizer, move in
+    proportion to the settings, which are numbers for each group.
+    """
+    pairs = list(zip(before, after, strict=True))
+    rates = [_quotient(new.get("lr"), old.get("lr")) for old, new in pairs]
+    momenta = [_quotient(_momentum(new), _momentum(old)) for old, new in pairs]
+    for group, rate, momentum in zip(schedule.optimizer.param_groups, rates, momenta, strict=True):
+        group.update({name: group[name] * rate for name in _RATES if name in group})
+        group.update({name: group[name] * momentum for name in _MOMENTA if name in group})
+    for one in _all(schedule):
+        for names, factors in ((("base_lrs", "max_lrs"), rates), (_lists_of(_MOMENTA), momenta)):
+            for name in names:
+                if hasattr(one, name):
+                    held = zip(getattr(one, name), factors, strict=True)
+                    setattr(one, name, [value * factor for value, factor in held])
+        if hasattr(one, "eta_min"):
+            one.eta_min *= rates[0]
+
+
+def follows(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether a scheduler, rebased, takes the settings where a loop that learned them does."""
+    old, twin = Factors(schedule, before), _twin(schedule)
+    rebase(twin, before, after)
+    for group, values in zip(twin.optimizer.param_groups, relative(old, after, 0), strict=True):
+        group.update(values)
+    new = Factors(twin, after)
+    for time in range(_AHEAD):
+        try:
+            wanted, found = relative(old, after, time), new._row(time)
+        except (ValueError, IndexError):
+            return time > 0  # The schedule is over.
+        for group, values in zip(found, wanted, strict=True):
+            if not all(_close(group[name], value) for name, value in values.items()):
+                return False
+    return True
+
+
+def relative(factors: Factors, settings: list[dict[str, Any]], time: int) -> list[dict[str, Any]]:
+    """Numbers for each group that started from the base, where a schedule has them at a step."""
+    rows = zip(settings, factors._row(time), factors.base, strict=True)
+    return [
+        {name: _relative(name, value, now[name], base[name]) for name, value in own.items()}
+        for own, now, base in rows
+    ]
+
+
+def _all(schedule: Any) -> list[Any]:
+    """A scheduler and those that it is made of."""
+    parts = getattr(schedule, "_schedulers", ())
+    return [schedule, *(one for part in parts for one in _all(part))]
+
+
+def _lists_of(names: Sequence[str]) -> list[str]:
+    return [f"{name}s" for name in names]
+
+
+def _quotient(new: float | None, old: float | None) -> float:
+    return 1.0 if new is None or not old else new / old
+
+
+def _momentum(settings: Mapping[str, Any]) -> float | None:
+    """What a scheduler that cycles momentum moves."""
+    return settings["betas"][0] if "betas" in settings else settings.get("momentum")
+
+
+def _close(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, tuple):
+        return all(map(_close, found, wanted))
+    return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-12)
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,7 +144,8 @@ class InnerStep:
     @property
     def roots(self) -> tuple[Any, ...]:
         """Where the names of tensors can be found that the step closes over."""
-        return self.loss, self.grad_transform, self.schedule, self.rule
+        model = None if self.model is None else self.model.source
+        return self.loss, self.grad_transform, self.schedule, self.rule, model
 
     def evaluation(self, state: State, meta: Meta, batch: Any) -> Evaluation:
         """The loss at a state and a batch; its gradient, and the update, are asked of it."""

@@ -27,12 +27,12 @@ from innerloop.diagnose.untouched import Untouched
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import functional
 from innerloop.inner_loop import InnerLoop
-from innerloop.tasks import _axis
+from innerloop.tasks import Way, _axis
 from innerloop.unroll import as_batches
 
 
 def diagnose(
-    inner: InnerLoop, train: Any, val: Any, *, tasks: bool = False, checks: int = 32
+    inner: InnerLoop, train: Any, val: Any, *, tasks: bool | Way | None = None, checks: int = 32
 ) -> Report:
     """Say which meta-parameters a gradient reaches, whether it is right, and what is in its way.
 
@@ -45,7 +45,8 @@ def diagnose(
         inner: the inner loop.
         train: one batch for each step, as for ``inner(train, val)``.
         val: what L_val is measured on.
-        tasks: whether every tensor has a leading task axis; the first task is looked at then.
+        tasks: whether every tensor has a leading task axis, by default as the loop was made; the
+            first task is looked at then.
         checks: up to how many meta-parameters are checked one by one by finite differences. Of
             more, those of the same part are moved together.
 
@@ -71,7 +72,7 @@ def diagnose(
         )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        diagnosis = _Diagnosis(inner, train, val, tasks)
+        diagnosis = _Diagnosis(inner, train, val, bool(inner.tasks if tasks is None else tasks))
         try:
             return diagnosis.report(checks, warned)
         finally:
@@ -170,7 +171,7 @@ class _Diagnosis:
 
     def _gradients(self) -> dict[str, Tensor | None]:
         with torch.enable_grad():
-            value = self.inner(self.batches, self.val)
+            value = self.inner(self.batches, self.val, tasks=False)
             if not self.phi:
                 return {}
             grads = torch.autograd.grad(value, [p.tensor for p in self.phi], allow_unused=True)
@@ -182,13 +183,13 @@ class _Diagnosis:
 
     def _trace_val(self, traced: Traced) -> None:
         with torch.no_grad():
-            adapted = self.inner.adapt(self.batches)
+            adapted = self.inner.adapt(self.batches, tasks=False)
         traced.run_val(adapted.state, self.val)
 
     def _evaluated(self) -> tuple[float, float]:
         """L_val, and the rounding of its dtype."""
         with torch.no_grad():
-            state = self.inner.adapt(self.batches).state
+            state = self.inner.adapt(self.batches, tasks=False).state
         template = functional(self.inner.model).template()
         # Leaves, and gradients on: a validation loss may take gradients itself.
         module = replica(template, state, as_leaves(template, state.params))
@@ -226,7 +227,9 @@ class _Diagnosis:
 
     def _losses(self) -> tuple[float, ...]:
         with torch.no_grad():
-            return tuple(self.inner.adapt(self.batches).losses.double().reshape(-1).tolist())
+            return tuple(
+                self.inner.adapt(self.batches, tasks=False).losses.double().reshape(-1).tolist()
+            )
 
     def _differences(self, evidence: Evidence, level: _Level, checks: int) -> dict[str, Difference]:
         if level.noise is None:

@@ -52,7 +52,7 @@ def look_at_steps(
     step = _probing(run.step, norms)
     given = [_probed(run, batches[j]) for j in range(len(batches))]
     strategy = Tape() if isinstance(inner.backward, Tape) else Remat()
-    start = next(iter((inner._carried or {}).values()), run.state)
+    start = next(iter(inner._going_on(alone=True)), run.state)
     start = _tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, start)
     final, outs = unroll(step, start, None, given, strategy)
     last, direct = _last(inner, run, final, phi, val)
