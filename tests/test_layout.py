@@ -60,7 +60,7 @@ ALLOWED = {
     "_parts": {"errors", "learn"},
     "compiled": LOOP | {"prepared"},
     "inner_loop": LOOP | {"prepared", "compiled", "_parts"},
-    "meta_update": {"errors", "inner_loop", "unroll"},
+    "meta_update": {"errors", "_ambient", "tasks", "inner_loop", "unroll"},
     "diagnose": LOOP | {"prepared", "inner_loop"},
     "plot": LOOP | {"inner_loop", "diagnose"},
     "estimate": LOOP | {"inner_loop"},

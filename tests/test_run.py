@@ -60,6 +60,35 @@ def test_a_damaged_checkpoint_never_replaces_a_whole_one(
     assert run.load() == {"number": 3}
 
 
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_the_last_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
+    run = folder_of(tmp_path)
+    run.keep = keep
+    for number in range(6):
+        run.save({"number": number})
+    for age in range(keep):
+        assert run.load() == {"number": 5 - age}
+        damage(run._checkpoints()[age])
+    with pytest.raises(InnerLoopError, match="no checkpoint in it is whole"):
+        run.load()
+
+
+def test_fewer_checkpoints_are_kept_from_now_on(tmp_path: Path) -> None:
+    run = folder_of(tmp_path)
+    run.keep = 5
+    for number in range(5):
+        run.save({"number": number})
+    assert len(run._checkpoints()) == 5
+    run.keep = 2
+    run.save({"number": 5})
+    assert len(run._checkpoints()) == 2
+
+
+def test_no_checkpoint_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sine", "--keep", "0"]) == 2
+    assert "--keep 0 cannot be" in capsys.readouterr().err
+
+
 def test_if_all_are_damaged_it_does_not_speak_of_one_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
 from innerloop._tracing import readable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.nn import products
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
 
@@ -46,13 +47,15 @@ class Evaluation:
             check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
-            found = torch.autograd.grad(
-                self.total,
-                list(sources.values()),
-                retain_graph=self.followed,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
+            scope = products.current() if create_graph else None
+            with contextlib.nullcontext() if scope is None else scope.opened():
+                found = torch.autograd.grad(
+                    self.total,
+                    list(sources.values()),
+                    retain_graph=self.followed,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
         check_found(found)
         if watch is not None and again is not None:
             watch.inspect(tensors_of(self.out), sources.values(), since, again, self.step.roots)

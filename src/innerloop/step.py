@@ -19,6 +19,7 @@ from innerloop._task_evaluation import TaskEvaluation
 from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, check_buffers, functional
+from innerloop.nn import products
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, named_leaves, rebuilt
 
@@ -84,6 +85,23 @@ class InnerStep:
     def constants(self, state: State) -> list[Tensor]:
         """What has no derivative in a state after a step."""
         return list(state.buffers.values())
+
+    def replayed(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
+        """The step once more, for its derivative: the values of the new weights may be NaN."""
+        if not self._is_linear(state, meta):
+            return self(state, meta, batch)
+        with products.valueless():
+            return self(state, meta, batch)
+
+    def _is_linear(self, state: State, meta: Meta) -> bool:
+        """Whether the rule's derivative does not depend on the values of the gradient."""
+        rule = self.rule
+        if not isinstance(rule, Rule) or not rule.family.linear:
+            return False
+        if self.tasks or self.first_order or self.grad_transform is not None:
+            return False
+        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
+        return not any(t.requires_grad for t in tensors_of((hyper, rule.hyper)))
 
     def with_proximal(self, strength: float) -> InnerStep:
         """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""

@@ -20,7 +20,8 @@ class Segment:
 
     ``original`` tells for a state leaf which tensor of the caller it is, if it is one; its gradient
     is a part of that tensor's, not of the state before. ``outside`` are tensors that the step was
-    seen to close over.
+    seen to close over. With ``again`` only derivatives are wanted: a step that knows how leaves
+    values of the last state out.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Segment:
         batches: Sequence[Any],
         original: Mapping[int, Any],
         outside: Sequence[Tensor],
+        again: bool = False,
     ) -> None:
         self.since = _captured.sequence_number()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -47,8 +49,10 @@ class Segment:
         exchange = _captured.exchanged(computed) if computed else contextlib.nullcontext()
         self.state, self.outs = _tree.unflatten(below, spec), []
         with torch.enable_grad(), exchange:
-            for batch in batches:
-                self.state, out = taken(step, self.state, given, _tree.map(self._handed, batch))
+            for number, batch in enumerate(batches, 1):
+                last = again and number == len(batches)
+                how = getattr(step, "replayed", step) if last else step
+                self.state, out = taken(how, self.state, given, _tree.map(self._handed, batch))
                 self.outs.append(out)
 
     def _below(self, leaf: Any, original: Mapping[int, Any]) -> Any:

@@ -42,7 +42,8 @@ def taken(step: Step, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
 
     What :func:`innerloop.inner_step` makes does not write to them.
     """
-    return step(state if hasattr(step, "roots") else _tree.copied(state), meta, batch)
+    own = hasattr(getattr(step, "__self__", step), "roots")
+    return step(state if own else _tree.copied(state), meta, batch)
 
 
 def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -55,6 +55,8 @@ class Walk:
     ) -> None:
         self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
         self.ahead = ahead
+        self.lean = True
+        """Whether steps may leave out values that only their first run is asked for."""
         self.roots = getattr(step, "roots", (step,))
         self.start, spec = _tree.flatten(state)
         check_visible(self.start)
@@ -170,7 +172,8 @@ class Walk:
         steps = range(action.start, action.stop)
         batches = [self._batch(j, first) for j in steps]
         outside = () if first else self.outside
-        return Segment(self.step, working.state, self.meta, batches, self.original, outside)
+        again = self.lean and not first
+        return Segment(self.step, working.state, self.meta, batches, self.original, outside, again)
 
     def _leaves_of(self, action: Reverse, working: _Kept, first: bool) -> list[Tensor]:
         """The leaves that some steps use without being given them, by taking the steps again."""
@@ -223,6 +226,10 @@ class Walk:
         self.kept.clear()
         if any(map(bool, self.changed)):
             raise RequirementError(_NOT_THE_SAME)
+        if self.lean and any(bool(grad.isnan().any()) for grad in self.sums.values()):
+            # Of training that diverged; or something used what was left out.
+            self.lean = False
+            return self.pulled(grads)
         return [self.sums.get(id(t)) for t in self.inputs]
 
     def _descent(self) -> Iterator[tuple[Reverse, _Kept]]:
@@ -255,7 +262,7 @@ class Walk:
             again = zip(
                 _mark(segment.state, segment.outs[-1]), self.marks[action.stop], strict=True
             )
-            self.changed += [_differs(new, old) for new, old in again]
+            self.changed += [_differs(new, old, self.lean) for new, old in again]
         steps = range(action.start, action.stop)
         outs = [by_step(self.columns, shown, j) for j in steps]
         below = segment.pulled(above, outs, self.roots, self._add)
@@ -281,11 +288,12 @@ def _mark(state: Any, out: Any) -> list[Tensor]:
     return [torch.stack(norms(group)) for group in by_kind.values()]
 
 
-def _differs(new: Tensor, old: Tensor) -> Tensor:
+def _differs(new: Tensor, old: Tensor, lean: bool) -> Tensor:
     if new.shape != old.shape:
         raise RequirementError(_NOT_THE_SAME)
     tolerance = {8: 1e-9, 4: 1e-5}.get(new.dtype.itemsize, 1e-2)
-    return ~torch.isclose(new, old, rtol=tolerance, equal_nan=True).all()
+    same = torch.isclose(new, old, rtol=tolerance, equal_nan=True)
+    return ~(same | new.isnan() if lean else same).all()
 
 
 _NOT_THE_SAME = four_part(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
 from innerloop.experiments._ranks import ALONE, Ranks, joined, launch, restarted
-from innerloop.experiments._run import RESULT, Run, stoppable, unwritable
+from innerloop.experiments._run import KEPT, RESULT, Run, stoppable, unwritable
 
 STOPPED, WRONG = 130, 2
 _SAVE_AFTER = 60.0  # seconds without a record
@@ -201,18 +201,23 @@ def command(
     parser.add_argument(
         "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
     )
+    parser.add_argument(
+        "--keep", type=int, metavar="N", default=KEPT, help=f"checkpoints to keep ({KEPT})"
+    )
     given = parse(config, argv, parser)
-    preset, resume = given.pop("preset"), given.pop("resume")
+    preset, resume, keep = (given.pop(name) for name in ("preset", "resume", "keep"))
     run: Run | None = None
     try:
+        if keep < 1:
+            refuse("keep", keep, "at least 1")
         if resume is None:
             settings = _placed(configured(given, preset or "quick"))
-            run = Run(settings.out)
+            run = Run(settings.out, keep)
             go_on = restarted() and run.started_by(launch())
             if not go_on:
                 run.check_new()
         else:
-            run = Run(resume)
+            run = Run(resume, keep)
             settings = _resumed(from_json(config, run.config()), given, preset)
             go_on = True
         with joined(getattr(settings, "device", "cpu")) as ranks:

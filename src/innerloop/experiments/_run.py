@@ -25,7 +25,8 @@ CONFIG, METRICS, RESULT, CHECKPOINT = (
     "result.json",
     "checkpoint.pt",
 )
-_LAST = f"last-{CHECKPOINT}"
+KEPT = 2
+"""Checkpoints, the newest included: one may be torn by what made the run stop."""
 _LAUNCH = ".launch"
 _DIGEST = 32  # bytes of the checksum before a checkpoint
 
@@ -33,8 +34,8 @@ _DIGEST = 32  # bytes of the checksum before a checkpoint
 class Run:
     """One run's folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = KEPT) -> None:
+        self.folder, self.keep = folder, keep
 
     @property
     def known(self) -> bool:
@@ -110,20 +111,39 @@ class Run:
         self._replace(METRICS, "".join(json.dumps(r) + "\n" for r in records).encode())
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep the state with a checksum; the one before stays."""
+        """Keep the state with a checksum; so many of those before it stay, as older ones."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         data = buffer.getvalue()
-        current, last = self.folder / CHECKPOINT, self.folder / _LAST
+        current = self.folder / CHECKPOINT
         aside = self._aside(CHECKPOINT, hashlib.sha256(data).digest() + data)
         try:
             # A damaged one must not take the place of the whole one before it.
             if current.exists() and _whole(current.read_bytes()) is not None:
-                os.replace(current, last)
+                for age in range(self.keep - 1, 0, -1):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(self._checkpoint(age - 1), self._checkpoint(age))
             os.replace(aside, current)
+            for path in self._checkpoints():
+                if path not in map(self._checkpoint, range(self.keep)):
+                    path.unlink()
             _sync_folder(self.folder)
         except OSError as error:
             raise InnerLoopError(unwritable(current, error)) from error
+
+    def _checkpoint(self, age: int) -> Path:
+        path = self.folder / CHECKPOINT
+        return path.with_stem(f"{path.stem}-{age}") if age else path
+
+    def _checkpoints(self) -> list[Path]:
+        """Those that are there, the newest first."""
+        stem, suffix = CHECKPOINT.split(".")
+        older = {
+            path.stem.removeprefix(f"{stem}-"): path
+            for path in self.folder.glob(f"{stem}-*.{suffix}")
+        }
+        ages = sorted(int(age) for age in older if age.isdecimal())
+        return [path for path in map(self._checkpoint, (0, *ages)) if path.exists()]
 
     def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         """The newest state that is whole, or ``None`` if there is none.
@@ -149,8 +169,7 @@ class Run:
         )
 
     def _newest(self) -> bytes | None:
-        paths = [self.folder / name for name in (CHECKPOINT, _LAST)]
-        found = [path for path in paths if path.exists()]
+        found = self._checkpoints()
         for number, path in enumerate(found):
             data = _whole(path.read_bytes())
             if data is not None:

@@ -78,6 +78,8 @@ class Family:
     light: Callable[[Mapping[str, Any]], bool] = _never
     """Whether, with these settings, an update keeps no state and has so few operations that doing
     it tensor by tensor costs less than packing."""
+    linear: bool = False
+    """Whether, settings aside, an update is linear in weights, gradients and state."""
 
     @property
     def name(self) -> str:

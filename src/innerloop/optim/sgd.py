@@ -70,6 +70,7 @@ SGD = Family(
     scalars=frozenset({"started"}),
     update=_update,
     light=_light,
+    linear=True,
 )
 
 
