@@ -126,7 +126,7 @@ def test_values_are_there_where_a_schedule_is_learned() -> None:
         (il.optim.sgd(0.1), {"grad_transform": il.clip_norm(0.1)}),
         (il.optim.sgd(0.1), {"first_order": True}),
     ],
-    ids=str,
+    ids=["Adam", "RMSprop", "clip_value", "clip_norm", "first_order"],
 )
 def test_values_are_there_where_the_update_is_not_linear(rule: Any, options: Any) -> None:
     step, state = step_of(rule, **options)
