@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn, optim
 
 import innerloop as il
-from innerloop.nn import products
 from innerloop.step import InnerStep
 from strategies import assert_same
 
@@ -101,7 +100,6 @@ def unknown(step: InnerStep, state: il.State, meta: il.Meta) -> set[str]:
 def test_values_that_nobody_needs_are_left_out() -> None:
     step, state = step_of(il.optim.sgd(0.1, momentum=0.9))
     assert unknown(step, state, il.Meta()) == {"layer.weight"}
-    assert products.current() is None
 
 
 @pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
@@ -194,4 +192,80 @@ def test_a_penalty_on_gradients_inside_the_loss_has_its_values() -> None:
         inner = il.InnerLoop(model, sgd, penalized, backward=backward, val_loss=squares)
         data = torch.randn(2, 4, 5, 6)
         found.append(torch.autograd.grad(inner([data] * 3, data), list(model.parameters())))
+    assert_same(found[1], found[0])
+
+
+def compared(make: Any, loss: Any, shape: tuple[int, ...] = (5, 4)) -> None:
+    """The gradients of both, and whether one walk was enough."""
+    found, walks = [], []
+    for backward in (il.Tape(), il.Remat()):
+        torch.manual_seed(0)
+        model = make()
+        sgd = optim.SGD(model.parameters(), lr=0.1)
+        inner = il.InnerLoop(model, sgd, loss, backward=backward, val_loss=squares)
+        data = torch.randn(shape)
+        value = inner([data] * 3, data)
+        before = COUNTS["steps"]
+        found.append(torch.autograd.grad(value, list(model.parameters())))
+        walks.append(COUNTS["steps"] - before)
+    assert_same(found[1], found[0])
+    assert walks[1] <= 2  # The last of the three steps has its graph already.
+
+
+COUNTS = {"steps": 0}
+
+
+def counted(model: nn.Module, batch: Tensor) -> Tensor:
+    COUNTS["steps"] += 1
+    return squares(model, batch)
+
+
+def test_a_hook_on_a_weight_sees_values() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.requires_grad:
+                self.weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
+            return super().forward(x)
+
+    def hooked(model: nn.Module, batch: Tensor) -> Tensor:
+        if model[0].weight.requires_grad:
+            model[0].weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
+        return counted(model, batch)
+
+    compared(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), hooked)
+    compared(lambda: nn.Sequential(Clamped(4, 4), nn.Tanh(), nn.Linear(4, 2)), counted)
+
+
+def test_a_computed_weight_has_values() -> None:
+    class Squashed(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.tanh()
+
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        nn.utils.parametrize.register_parametrization(model[0], "weight", Squashed())
+        return model
+
+    compared(made, counted)
+
+
+def test_a_loop_inside_the_loss_has_values() -> None:
+    found = []
+    for backward in (il.Tape(), il.Remat()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        f = il.functional(model)
+        params = {n: p.detach().clone().requires_grad_() for n, p in f.params.items()}
+        rule = il.optim.sgd(0.1)
+
+        def loss(weights: Any, batch: Tensor, f: Any = f, model: Any = model) -> Tensor:
+            step = il.inner_step(squares, il.optim.sgd(0.1), model)
+            state, _ = il.unroll(step, il.State(weights, {}), il.Meta(), [batch] * 2)
+            return squares(f.bind(state.params), batch)
+
+        step = il.inner_step(loss, rule)
+        data = torch.randn(5, 4)
+        state, _ = il.unroll(step, il.State(params, {}), il.Meta(), [data] * 3, backward=backward)
+        value = squares(f.bind(state.params), data)
+        found.append(torch.autograd.grad(value, list(params.values())))
     assert_same(found[1], found[0])

@@ -41,14 +41,18 @@ class Evaluation:
         sources = {name: source(named[name], tracked) for name in self.moving(named)}
         versions = versions_of(named)
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
+        scope = products.scope_of(sources.values()) if create_graph else None
         with exact, torch.enable_grad():
-            self.value, self.out = self.evaluated({**named, **sources})
+            with products.within(scope):
+                self.value, self.out = self.evaluated({**named, **sources})
             self.check()
             check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
-            scope = products.current() if create_graph else None
-            with contextlib.nullcontext() if scope is None else scope.opened():
+            # A hook of the loss's own may do anything with a gradient.
+            hooked = any(weight._backward_hooks for weight in sources.values())
+            lean = scope is not None and create_graph and not hooked
+            with scope.opened() if scope is not None and lean else contextlib.nullcontext():
                 found = torch.autograd.grad(
                     self.total,
                     list(sources.values()),

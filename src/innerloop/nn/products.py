@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ _local = threading.local()
 
 
 class Scope:
-    """One evaluation of a loss. While it is ``open``, weight gradients get a graph and no values.
+    """One evaluation of a loss. While it is ``open``, gradients of some weights have no values.
 
     Layers hold it from their forward on: backward passes may run in other threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self.weights = {id(weight) for weight in weights}
         self.open = False
 
     @contextlib.contextmanager
@@ -38,29 +39,51 @@ class Scope:
             self.open = False
 
 
-def current() -> Scope | None:
-    return getattr(_local, "scope", None)
-
-
 @contextlib.contextmanager
 def valueless() -> Iterator[None]:
-    """Inner gradients taken in here are NaN where they come from the layers of this file."""
-    outer, _local.scope = current(), Scope()
+    """The next evaluation may leave out values of its gradient; they are NaN then."""
+    before = getattr(_local, "asked", False)
+    _local.asked = True
     try:
         yield
     finally:
-        _local.scope = outer
+        _local.asked = before
+
+
+def scope_of(weights: Iterable[Tensor]) -> Scope | None:
+    """For an evaluation by these weights, if its gradient need not have values."""
+    return Scope(weights) if getattr(_local, "asked", False) else None
+
+
+@contextlib.contextmanager
+def within(scope: Scope | None) -> Iterator[None]:
+    """Evaluate in a scope. What is evaluated inside of that, as by another loop, is not in it."""
+    before = getattr(_local, "asked", False), getattr(_local, "scope", None)
+    _local.asked, _local.scope = False, scope
+    try:
+        yield
+    finally:
+        _local.asked, _local.scope = before
+
+
+def _scope(weight: Tensor) -> Scope | None:
+    """The scope, if the gradient by just this tensor is what is left out.
+
+    Not by one that was computed, as by a parametrization: its derivative may need the values.
+    """
+    scope = getattr(_local, "scope", None)
+    return scope if scope is not None and id(weight) in scope.weights else None
 
 
 def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    scope = current()
+    scope = _scope(self.weight)
     if scope is None or not _plain(input, self.weight):
         return F.linear(input, self.weight, self.bias)
     return _Linear.apply(scope, input, self.weight, self.bias)  # type: ignore[return-value]
 
 
 def convolution_forward(self: nn.Conv2d, input: Tensor) -> Tensor:
-    scope = current()
+    scope = _scope(self.weight)
     known = self.padding_mode == "zeros" and not isinstance(self.padding, str)
     if scope is None or not known or input.dim() != 4 or not _plain(input, self.weight):
         return self._conv_forward(input, self.weight, self.bias)
