@@ -51,8 +51,9 @@ class Evaluation:
             create_graph = create_graph and self.followed
             # A hook of the loss's own may do anything with a gradient.
             hooked = any(weight._backward_hooks for weight in sources.values())
-            lean = scope is not None and create_graph and not hooked
-            with scope.opened() if scope is not None and lean else contextlib.nullcontext():
+            if hooked or not create_graph:
+                scope = None
+            with contextlib.nullcontext() if scope is None else scope.opened():
                 found = torch.autograd.grad(
                     self.total,
                     list(sources.values()),

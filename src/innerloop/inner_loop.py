@@ -554,7 +554,10 @@ class InnerLoop(nn.Module):
         super()._apply(fn, recurse)
         for module in self._unregistered():
             module._apply(fn, recurse)
-        moved = lambda v: fn(v) if isinstance(v, Tensor) else v  # noqa: E731
+
+        def moved(value: Any) -> Any:
+            return fn(value) if isinstance(value, Tensor) else value
+
         if self._carried is not None:
             self._carried = _tree.map(moved, self._carried)
         if isinstance(self.optimizer, torch.optim.Optimizer):
