@@ -22,7 +22,7 @@ CORE = FOUNDATIONS | {
     "functional",
     "optim",
 }
-AROUND = {"_ambient", "_captured", "_gradient", "_linear", "_mapped", "_memory"}
+AROUND = {"_ambient", "_captured", "_deferred", "_gradient", "_linear", "_mapped", "_memory"}
 STEP = {"state", "_evaluation", "_task_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
@@ -39,6 +39,7 @@ ALLOWED = {
     "optim": FOUNDATIONS,
     "_ambient": {"errors"},
     "_captured": FOUNDATIONS,
+    "_deferred": {"errors", "_tree"},
     "_gradient": {"errors", "_tracing"},
     "_linear": set(),
     "_mapped": FOUNDATIONS,

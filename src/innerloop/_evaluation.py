@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from innerloop import _ambient, _captured, _second_order, _tree
+from innerloop import _ambient, _captured, _deferred, _second_order, _tree
 from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
 from innerloop._tracing import readable
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.nn import products
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
 
@@ -39,24 +38,20 @@ class Evaluation:
         again = None if watch is None else self._repeated()
         named = named_leaves(self.state.params)
         sources = {name: source(named[name], tracked) for name in self.moving(named)}
+        weights = list(sources.values())
         versions = versions_of(named)
         exact = twice_differentiable if create_graph else contextlib.nullcontext()
-        scope = products.scope_of(sources.values()) if create_graph else None
-        with exact, torch.enable_grad():
-            with products.within(scope):
-                self.value, self.out = self.evaluated({**named, **sources})
+        with exact, torch.enable_grad(), _deferred.claimed() as valueless:
+            self.value, self.out = self.evaluated({**named, **sources})
             self.check()
             check_unwritten(versions)
             self.followed = tracked and self._matters(sources.values(), since)
             create_graph = create_graph and self.followed
-            # A hook of the loss's own may do anything with a gradient.
-            hooked = any(weight._backward_hooks for weight in sources.values())
-            if hooked or not create_graph:
-                scope = None
-            with contextlib.nullcontext() if scope is None else scope.opened():
+            put_off = valueless and create_graph
+            with _deferred.deferring(weights) if put_off else contextlib.nullcontext():
                 found = torch.autograd.grad(
                     self.total,
-                    list(sources.values()),
+                    weights,
                     retain_graph=self.followed,
                     create_graph=create_graph,
                     allow_unused=True,
@@ -65,9 +60,9 @@ class Evaluation:
         if watch is not None and again is not None:
             watch.inspect(tensors_of(self.out), sources.values(), since, again, self.step.roots)
         if create_graph:
-            weights = list(sources.values())
             names = list(sources)
             _second_order.guard(self.total, found, weights, names.__getitem__)
+        found = _deferred.settled(found)
         if self.step.proximal:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))

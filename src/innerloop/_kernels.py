@@ -17,7 +17,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop._watch import embedding
 from innerloop.nn.batch_norm import batch_norm_forward
-from innerloop.nn.products import convolution_forward, linear_forward
 
 
 class _MathAttention:
@@ -113,10 +112,6 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         exact["forward"] = batch_norm_forward
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
-    elif kind is nn.Linear:
-        exact["forward"] = linear_forward
-    elif kind is nn.Conv2d:
-        exact["forward"] = convolution_forward
     elif kind is nn.Embedding:
         exact["forward"] = _embedding_forward
     elif kind is _WeightNorm:

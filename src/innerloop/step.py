@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop import _captured, _tree
+from innerloop import _captured, _deferred, _tree
 from innerloop._evaluation import Evaluation, tensors_of
 from innerloop._gradient import full_precision
 from innerloop._linearized import Linearized
@@ -19,7 +19,6 @@ from innerloop._task_evaluation import TaskEvaluation
 from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, check_buffers, functional
-from innerloop.nn import products
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, named_leaves, rebuilt
 
@@ -90,7 +89,7 @@ class InnerStep:
         """The step once more, for its derivative: the values of the new weights may be NaN."""
         if not self._is_linear(state, meta):
             return self(state, meta, batch)
-        with products.valueless():
+        with _deferred.valueless():
             return self(state, meta, batch)
 
     def _is_linear(self, state: State, meta: Meta) -> bool:

@@ -55,8 +55,8 @@ class Walk:
     ) -> None:
         self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
         self.ahead = ahead
-        self.lean = True
-        """Whether steps may leave out values that only their first run is asked for."""
+        self.lean = False
+        """Whether steps now leave out values that only their first run is asked for."""
         self.roots = getattr(step, "roots", (step,))
         self.start, spec = _tree.flatten(state)
         check_visible(self.start)
@@ -212,7 +212,21 @@ class Walk:
 
     def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the connected results."""
+        try:
+            found = self._pulled(grads, lean=True)
+            if not any(map(bool, self.left)) or not _has_nan(found):
+                return found
+        except Exception:
+            if not self.lean:
+                raise
+        # Of training that diverged; or something could not do without what was left out.
+        return self._pulled(grads, lean=False)
+
+    def _pulled(self, grads: Sequence[Tensor | None], lean: bool) -> list[Tensor | None]:
         self.callers.check()
+        self.lean = False
+        self.left: list[Tensor] = []
+        """Whether values were left out, for each step."""
         self.sums: dict[int, Tensor] = {}
         self.changed: list[Tensor] = []
         above: Grads = [None] * len(self.final)
@@ -222,14 +236,12 @@ class Walk:
         with preserved(self.devices), self.autocast.restored():
             for action, working in self._descent():
                 above = self._reversed(action, working, above, shown)
+                # The first that is computed again is compared with all its values.
+                self.lean = lean and len(self.changed) > 0
         # Not to be held as long as somebody holds the loss.
         self.kept.clear()
         if any(map(bool, self.changed)):
             raise RequirementError(_NOT_THE_SAME)
-        if self.lean and any(bool(grad.isnan().any()) for grad in self.sums.values()):
-            # Of training that diverged; or something used what was left out.
-            self.lean = False
-            return self.pulled(grads)
         return [self.sums.get(id(t)) for t in self.inputs]
 
     def _descent(self) -> Iterator[tuple[Reverse, _Kept]]:
@@ -259,10 +271,13 @@ class Walk:
         if segment is None:
             working.randomness.set()
             segment = self._segment(action, working, first=False)
-            again = zip(
-                _mark(segment.state, segment.outs[-1]), self.marks[action.stop], strict=True
-            )
-            self.changed += [_differs(new, old, self.lean) for new, old in again]
+            now, then = _mark(segment.state, segment.outs[-1]), self.marks[action.stop]
+            for new, old in zip(now, then, strict=True):
+                differs = ~_same(new, old)
+                if self.lean:
+                    self.left.append((differs & new.isnan()).any())
+                    differs = differs & ~new.isnan()
+                self.changed.append(differs.any())
         steps = range(action.start, action.stop)
         outs = [by_step(self.columns, shown, j) for j in steps]
         below = segment.pulled(above, outs, self.roots, self._add)
@@ -288,12 +303,15 @@ def _mark(state: Any, out: Any) -> list[Tensor]:
     return [torch.stack(norms(group)) for group in by_kind.values()]
 
 
-def _differs(new: Tensor, old: Tensor, lean: bool) -> Tensor:
+def _same(new: Tensor, old: Tensor) -> Tensor:
     if new.shape != old.shape:
         raise RequirementError(_NOT_THE_SAME)
     tolerance = {8: 1e-9, 4: 1e-5}.get(new.dtype.itemsize, 1e-2)
-    same = torch.isclose(new, old, rtol=tolerance, equal_nan=True)
-    return ~(same | new.isnan() if lean else same).all()
+    return torch.isclose(new, old, rtol=tolerance, equal_nan=True)
+
+
+def _has_nan(grads: Sequence[Tensor | None]) -> bool:
+    return any(grad is not None and bool(grad.isnan().any()) for grad in grads)
 
 
 _NOT_THE_SAME = four_part(
