@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,27 +35,19 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
     seen: set[int] = set()
     found: list[Any] = []
     level: list[Any] = list(roots)
-    # One level after another: at every call, so without a generator for each.
+    # One level after another, and types looked at once: this is done at every call.
     for _ in range(_DEPTH):
         below: list[Any] = []
         for value in level:
             kind = type(value)
             if kind in _PLAIN:
                 found += (kind, value)
-            elif isinstance(value, Tensor):
-                found += (id(value), value.requires_grad)
-            elif isinstance(value, torch.Generator):
-                raise NotCompilableError("it has a torch.Generator of its own")
-            elif kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-                if value.nbytes > _BYTES:
-                    raise NotCompilableError("it uses a large NumPy array, which may change")
-                found += (kind, value.tobytes())
-            else:
-                # Containers may have been made for the occasion.
-                found.append(kind if isinstance(value, _CONTAINERS) else id(value))
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    below += _parts(value)
+                continue
+            mark, parts = _treatment(kind)
+            found.append(mark(value))
+            if parts is not None and id(value) not in seen:
+                seen.add(id(value))
+                below += parts(value)
         level = below
         if len(found) + len(level) > _MOST:
             break
@@ -64,58 +56,127 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
     raise NotCompilableError("the model or the loss holds more objects than can be looked through")
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType):
-        yield from _parts_of_function(value)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, Mapping):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        yield from value
-    elif isinstance(value, nn.Module):
-        yield from _parts_of_module(value)
-    elif isinstance(value, torch.optim.Optimizer):
-        for group in value.param_groups:
-            yield {name: v for name, v in group.items() if name != "params"}
-    elif isinstance(value, type):
-        yield from _parts_of_class(value)
-    elif not isinstance(value, types.BuiltinFunctionType | types.ModuleType | types.CodeType):
-        yield from getattr(value, "__dict__", {}).values()
-        yield from (getattr(value, name, None) for name in _slots(type(value)))
-        yield type(value)
+# What becomes of a value, by its type. --------------------------------------------------------
+
+_Parts = Callable[[Any], Iterable[Any]]
 
 
-def _parts_of_module(module: nn.Module) -> Iterator[Any]:
-    for name, attribute in vars(module).items():
-        if name not in _INTERNAL:
-            yield attribute
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        yield from hooks.values()
-    for tensors in (module._parameters, module._buffers):
-        yield from tensors.values()
-    yield from module._modules.values()
-    yield type(module)
+@functools.cache
+def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
+    """What tells a value of this type from another, and what it is made of."""
+    if issubclass(kind, Tensor):
+        return _tensor, None
+    if issubclass(kind, torch.Generator):
+        return _refused, None
+    if kind.__module__ == "numpy" and hasattr(kind, "tobytes"):
+        return _array, None
+    if issubclass(kind, _CONTAINERS):
+        # It may have been made for the occasion.
+        return type, _of_mapping if issubclass(kind, Mapping) else list
+    return id, next((parts for base, parts in _OBJECTS if issubclass(kind, base)), _of_object)
 
 
-def _parts_of_class(kind: type) -> Iterator[Any]:
+def _tensor(value: Tensor) -> Any:
+    return id(value), value.requires_grad
+
+
+def _refused(value: torch.Generator) -> Any:
+    raise NotCompilableError("it has a torch.Generator of its own")
+
+
+def _array(value: Any) -> Any:
+    if value.nbytes > _BYTES:
+        raise NotCompilableError("it uses a large NumPy array, which may change")
+    return type(value), value.tobytes()
+
+
+def _of_mapping(value: Mapping[Any, Any]) -> Iterable[Any]:
+    return [*value.keys(), *value.values()]
+
+
+def _of_method(value: types.MethodType) -> Iterable[Any]:
+    return value.__func__, value.__self__
+
+
+def _of_partial(value: functools.partial[Any]) -> Iterable[Any]:
+    return value.func, value.args, value.keywords
+
+
+def _of_optimizer(value: torch.optim.Optimizer) -> Iterable[Any]:
+    return [{n: v for n, v in group.items() if n != "params"} for group in value.param_groups]
+
+
+def _of_layer(module: nn.Module) -> Iterable[Any]:
+    found = [attribute for name, attribute in vars(module).items() if name not in _INTERNAL]
+    for own in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._parameters,
+        module._buffers,
+        module._modules,
+    ):
+        if own:
+            found += own.values()
+    found.append(type(module))
+    return found
+
+
+def _of_class(kind: type) -> Iterable[Any]:
     """Plain attributes and methods, of classes that are not a library's."""
+    found = []
     for base in _own_bases(kind):
         for member in vars(base).values():
-            if isinstance(member, staticmethod | classmethod):
-                yield member.__func__
-            elif isinstance(member, property):
-                yield member.fget
-            elif isinstance(member, (*_PLAIN, *_CONTAINERS, Tensor, types.FunctionType)):
-                yield member
+            taken = _member(type(member))
+            if taken is not None:
+                found.append(taken(member))
+    return found
+
+
+@functools.cache
+def _member(kind: type) -> Callable[[Any], Any] | None:
+    """What to take of a class's member of this type, if anything."""
+    if issubclass(kind, staticmethod | classmethod):
+        return lambda member: member.__func__
+    if issubclass(kind, property):
+        return lambda member: member.fget
+    wanted = (*_PLAIN, *_CONTAINERS, Tensor, types.FunctionType)
+    return (lambda member: member) if issubclass(kind, wanted) else None
+
+
+def _of_function(function: types.FunctionType) -> Iterable[Any]:
+    if _is_library(function.__module__):
+        return ()
+    code, names = function.__code__, function.__globals__
+    found: list[Any] = [code, *(function.__defaults__ or ())]
+    if function.__kwdefaults__:
+        found += function.__kwdefaults__.values()
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
+    for group in _names(code):
+        for name in group:
+            value = names.get(name)
+            if value is None:
+                value = sys.modules.get(name)
+            if isinstance(value, types.ModuleType):
+                found += _of_module(value, group)
+            elif value is not None:
+                found.append(value)
+    return found
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """What a function, and each that is defined in it, names of its module."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return (code.co_names, *itertools.chain.from_iterable(map(_names, inner)))
 
 
 def _of_module(module: types.ModuleType, names: tuple[str, ...], depth: int = 3) -> Iterator[Any]:
     """What code that names these attributes may read of a module that is not a library's."""
-    if module.__name__.partition(".")[0] in _LIBRARIES:
+    if _is_library(module.__name__):
         return
     for name in names:
         found = vars(module).get(name)
@@ -126,9 +187,34 @@ def _of_module(module: types.ModuleType, names: tuple[str, ...], depth: int = 3)
             yield found
 
 
+def _of_object(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    found = list(getattr(value, "__dict__", {}).values())
+    found += [getattr(value, name, None) for name in _slots(kind)]
+    found.append(kind)
+    return found
+
+
+_OPAQUE = types.BuiltinFunctionType | types.ModuleType | types.CodeType
+_OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
+    (types.MethodType, _of_method),
+    (types.FunctionType, _of_function),
+    (functools.partial, _of_partial),
+    (nn.Module, _of_layer),
+    (torch.optim.Optimizer, _of_optimizer),
+    (type, _of_class),
+    (_OPAQUE, None),
+)
+
+
 @functools.cache
 def _own_bases(kind: type) -> tuple[type, ...]:
-    return tuple(b for b in kind.__mro__ if b.__module__.partition(".")[0] not in _LIBRARIES)
+    return tuple(base for base in kind.__mro__ if not _is_library(base.__module__))
+
+
+@functools.cache
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 @functools.cache
@@ -136,30 +222,3 @@ def _slots(kind: type) -> tuple[str, ...]:
     found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     names = itertools.chain.from_iterable([n] if isinstance(n, str) else n for n in found)
     return tuple(name for name in names if not name.startswith("__"))
-
-
-def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
-    if function.__module__.partition(".")[0] in _LIBRARIES:
-        return
-    yield function.__code__
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            yield None
-    yield from _globals(function, function.__code__)
-
-
-def _globals(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]:
-    """What a function, or one defined in it, finds by name in its module."""
-    for name in code.co_names:
-        found = function.__globals__.get(name, sys.modules.get(name))
-        if isinstance(found, types.ModuleType):
-            yield from _of_module(found, code.co_names)
-        elif found is not None:
-            yield found
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals(function, constant)
