@@ -16,6 +16,13 @@ from innerloop import _deferred
 from innerloop.step import InnerStep
 from strategies import assert_same
 
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_deferred, "_LARGE", 0)
+    monkeypatch.setattr(_deferred, "_WORK", 0)
+
+
 LAYERS = {
     "linear": lambda: nn.Linear(4, 3),
     "no bias": lambda: nn.Linear(4, 3, bias=False),
@@ -89,7 +96,7 @@ def test_inputs_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
 
 
 def step_of(rule: Any, **options: Any) -> tuple[InnerStep, il.State]:
-    model = Around(LAYERS["convolution"]())
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), Around(LAYERS["convolution"]()))
     f = il.functional(model)
     params = {n: p.detach().clone().requires_grad_() for n, p in f.params.items()}
     step = il.inner_step(squares, rule, model, **options)
@@ -104,7 +111,19 @@ def unknown(step: InnerStep, state: il.State, meta: il.Meta) -> set[str]:
 
 def test_values_that_nobody_needs_are_left_out() -> None:
     step, state = step_of(il.optim.sgd(0.1, momentum=0.9))
-    assert unknown(step, state, il.Meta()) == {"layer.weight"}
+    # That of the lowest layer shows whether the whole backward pass came out the same.
+    assert unknown(step, state, il.Meta()) == {"1.layer.weight"}
+
+
+def test_small_products_are_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = step_of(il.optim.sgd(0.1))
+    monkeypatch.setattr(_deferred, "_WORK", 1000)  # Above the lowest, below the other.
+    assert unknown(step, state, il.Meta()) == {"1.layer.weight"}
+    monkeypatch.setattr(_deferred, "_WORK", 10**6)
+    assert not unknown(step, state, il.Meta())
+    monkeypatch.setattr(_deferred, "_WORK", 0)
+    monkeypatch.setattr(_deferred, "_LARGE", 10**6)
+    assert not unknown(step, state, il.Meta())
 
 
 @pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
@@ -141,7 +160,7 @@ def test_what_uses_values_after_all_gets_them(monkeypatch: pytest.MonkeyPatch) -
     found = []
     for wrong, backward in itertools.product((False, True), (il.Tape(), il.Remat())):
         if wrong:
-            monkeypatch.setattr(InnerStep, "_is_linear", lambda *_: True)
+            monkeypatch.setattr("innerloop.step._is_linear", lambda *_: True)
         torch.manual_seed(0)
         model = Around(LAYERS["convolution"]())
         adam = optim.Adam(model.parameters(), lr=0.1)
@@ -250,6 +269,12 @@ def clamping_weights(model: nn.Module, batch: Tensor) -> Tensor:
     return squares(model, batch)
 
 
+def halving_in_place(model: nn.Module, batch: Tensor) -> Tensor:
+    if model[2].weight.requires_grad:
+        model[2].weight.register_hook(lambda g: torch._foreach_mul_([g], 0.5))
+    return squares(model, batch)
+
+
 def clamping_nodes(model: nn.Module, batch: Tensor) -> Tensor:
     y = model(batch)
     if y.grad_fn is not None:
@@ -283,7 +308,9 @@ def comparing(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("loss", [clamping_weights, clamping_nodes, hooking_late, comparing])
+@pytest.mark.parametrize(
+    "loss", [clamping_weights, halving_in_place, clamping_nodes, hooking_late, comparing]
+)
 def test_hooks_see_values(loss: Any, bias: bool) -> None:
     compared(lambda: two_layers(bias), loss)
 
@@ -424,21 +451,24 @@ class Reversed(torch.autograd.Function):
         return -ctx.by * grads[0], None
 
 
-def test_a_gradient_that_comes_out_differently_is_noticed() -> None:
+@pytest.mark.parametrize(
+    "weight", [lambda n: 0.1 * n, lambda n: min(1.0, 0.25 * n)], ids=["growing", "saturated"]
+)
+def test_a_gradient_that_comes_out_differently_is_noticed(weight: Any) -> None:
     calls = 0
 
     def adversarial(model: nn.Module, batch: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         hidden = torch.tanh(model[0](batch))
-        return model[2](Reversed.apply(hidden, 0.1 * calls)).square().mean()
+        return model[2](Reversed.apply(hidden, weight(calls))).square().mean()
 
     model = two_layers(bias=False)
     sgd = optim.SGD(model.parameters(), lr=0.1)
     inner = il.InnerLoop(model, sgd, adversarial, val_loss=squares, backward=il.Remat())
     data = torch.randn(5, 4)
     with pytest.raises(il.RequirementError, match="second time"):
-        inner([data] * 4, data).backward()
+        inner([data] * 8, data).backward()
 
 
 def test_a_computed_weight_has_values() -> None:
@@ -473,25 +503,104 @@ def test_what_needs_memory_has_all_done_again() -> None:
     assert_same(found[1], found[0])
 
 
+class PutOff:
+    """The gradients of two weights, of which the upper one is put off."""
+
+    def __init__(self) -> None:
+        upper, lower = torch.randn(3, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+        self.hidden = F.linear(torch.randn(5, 4), lower)
+        y, self.upstream = F.linear(self.hidden, upper), torch.randn(5, 3, requires_grad=True)
+        with _deferred.deferring([upper, lower]):
+            self.upper, self.lower = torch.autograd.grad(
+                y, [upper, lower], self.upstream, create_graph=True
+            )
+        self.value = self.upstream.detach().mT @ self.hidden.detach()
+
+
 def test_what_was_written_to_is_not_used() -> None:
-    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-    upstream = torch.randn(5, 3, requires_grad=True)
-    with _deferred.deferring([weight]):
-        (grad,) = torch.autograd.grad(F.linear(x, weight), weight, upstream, create_graph=True)
-    x.mul_(2)
+    made = PutOff()
+    made.hidden.detach().mul_(2)
     with pytest.raises(_deferred.StaleError):
-        grad + 1
+        made.upper + 1
 
 
 def test_written_values_are_seen() -> None:
-    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-    upstream = torch.randn(5, 3, requires_grad=True)
-    with _deferred.deferring([weight]):
-        (grad,) = torch.autograd.grad(F.linear(x, weight), weight, upstream, create_graph=True)
+    made = PutOff()
     with torch.no_grad():
-        grad.mul_(2)
-    (settled,) = _deferred.settled([grad])
-    torch.testing.assert_close(settled, 2 * upstream.mT @ x)
+        made.upper.mul_(2)
+    found = _deferred.settled({"upper": made.upper, "lower": made.lower}, lambda: True)
+    assert_same([found["upper"]], [2 * made.value])
+    assert _deferred.left_out() == 0
+
+
+def test_a_rule_that_is_not_linear_has_values() -> None:
+    made = PutOff()
+    _deferred.left_out()
+    assert _deferred.settled({"upper": made.upper}, lambda: True)["upper"].isnan().all()
+    assert _deferred.left_out() == 1
+    assert_same([_deferred.settled({"upper": made.upper}, lambda: False)["upper"]], [made.value])
+
+
+class Seen(torch.autograd.Function):
+    """Weights as they are; their gradients must be ordinary tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert type(grads[0]) is Tensor
+        return grads[0].clamp(-0.01, 0.01)
+
+
+def test_what_the_user_sees_of_a_weight_gradient_is_a_tensor() -> None:
+    log: list[Tensor] = []
+
+    def seen(model: nn.Module, batch: Tensor) -> Tensor:
+        if model[2].weight.requires_grad:
+            model[2].weight.register_hook(lambda g: log.append(g.detach()))
+        hidden = torch.tanh(F.linear(batch, Seen.apply(model[0].weight)))
+        return (model[2](hidden) - 0.3).square().mean()
+
+    compared(two_layers, seen)
+    assert log
+    assert all(type(grad) is Tensor for grad in log)
+
+
+def test_a_schedule_with_random_numbers_is_called_as_before() -> None:
+    found = []
+    for backward in (il.Tape(), il.Remat(), il.Binomial(2)):
+        torch.manual_seed(0)
+        model, data = two_layers(bias=False), torch.randn(5, 4)
+        sgd = optim.SGD(model.parameters(), lr=0.1)
+        inner = il.InnerLoop(
+            model, sgd, squares, backward=backward, schedule=lambda _: 0.5 + torch.rand(()).item()
+        )
+        value = inner([data] * 5, data)
+        found.append(torch.autograd.grad(value, list(model.parameters())))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_an_error_of_the_user_is_raised_at_once() -> None:
+    calls = 0
+
+    def failing(model: nn.Module, batch: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise TimeoutError
+        return squares(model, batch)
+
+    model, data = two_layers(), torch.randn(5, 4)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    value = il.InnerLoop(model, sgd, failing, backward=il.Remat(), val_loss=squares)(
+        [data] * 6, data
+    )
+    with pytest.raises(TimeoutError):
+        value.backward()
+    assert calls == 9
 
 
 def test_a_loop_inside_the_loss_has_values() -> None:

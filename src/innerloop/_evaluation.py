@@ -62,7 +62,6 @@ class Evaluation:
         if create_graph:
             names = list(sources)
             _second_order.guard(self.total, found, weights, names.__getitem__)
-        found = _deferred.settled(found)
         if self.step.proximal:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))

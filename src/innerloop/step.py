@@ -87,20 +87,11 @@ class InnerStep:
 
     def replayed(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         """The step once more, for its derivative: the values of the new weights may be NaN."""
-        if not self._is_linear(state, meta):
+        plain = not self.tasks and not self.first_order and self.grad_transform is None
+        if not (plain and _is_linear(self.rule, meta.opt)):
             return self(state, meta, batch)
         with _deferred.valueless():
             return self(state, meta, batch)
-
-    def _is_linear(self, state: State, meta: Meta) -> bool:
-        """Whether the rule's derivative does not depend on the values of the gradient."""
-        rule = self.rule
-        if not isinstance(rule, Rule) or not rule.family.linear:
-            return False
-        if self.tasks or self.first_order or self.grad_transform is not None:
-            return False
-        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
-        return not any(t.requires_grad for t in tensors_of((hyper, rule.hyper)))
 
     def with_proximal(self, strength: float) -> InnerStep:
         """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""
@@ -195,10 +186,11 @@ class InnerStep:
         """The rule's part of a step: the new weights and the new optimizer state."""
         with full_precision(run.value.device):
             grads = self._transformed(grads)
-            found = rebuilt(state.params, grads)
             if self.rule_model is not None:
                 return self._learned(state, meta, grads, run)
             hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
+            grads = _deferred.settled(grads, lambda: _is_linear(self.rule, hyper))
+            found = rebuilt(state.params, grads)
             if not self.evaluates:
                 return self.rule.update(state.params, found, state.opt, hyper)
             return self.rule.update(state.params, found, state.opt, hyper, evaluate=run.elsewhere)
@@ -306,6 +298,13 @@ def inner_step(
         grad_transform,
         schedule,
     )
+
+
+def _is_linear(rule: Any, hyper: Any) -> bool:
+    """Whether the derivative of an update does not depend on the values of the gradient."""
+    if not isinstance(rule, Rule) or not rule.family.linear:
+        return False
+    return not any(t.requires_grad for t in tensors_of((hyper, rule.hyper)))
 
 
 def _check_arguments(state: Any, meta: Any) -> None:

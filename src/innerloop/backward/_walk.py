@@ -9,13 +9,14 @@ the way down begins, have their graph from the start.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _tree
+from innerloop import _captured, _deferred, _tree
 from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
 from innerloop._gradient import refuse_higher
 from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
@@ -57,6 +58,8 @@ class Walk:
         self.ahead = ahead
         self.lean = False
         """Whether steps now leave out values that only their first run is asked for."""
+        self.left = 0
+        """How many were left out in the last walk."""
         self.roots = getattr(step, "roots", (step,))
         self.start, spec = _tree.flatten(state)
         check_visible(self.start)
@@ -212,21 +215,17 @@ class Walk:
 
     def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the connected results."""
-        try:
+        with contextlib.suppress(_deferred.StaleError):
             found = self._pulled(grads, lean=True)
-            if not any(map(bool, self.left)) or not _has_nan(found):
+            if not self.left or not _has_nan(found):
                 return found
-        except Exception:
-            if not self.lean:
-                raise
         # Of training that diverged; or something could not do without what was left out.
         return self._pulled(grads, lean=False)
 
     def _pulled(self, grads: Sequence[Tensor | None], lean: bool) -> list[Tensor | None]:
         self.callers.check()
-        self.lean = False
-        self.left: list[Tensor] = []
-        """Whether values were left out, for each step."""
+        _deferred.left_out()
+        self.lean, self.left = False, 0
         self.sums: dict[int, Tensor] = {}
         self.changed: list[Tensor] = []
         above: Grads = [None] * len(self.final)
@@ -236,7 +235,11 @@ class Walk:
         with preserved(self.devices), self.autocast.restored():
             for action, working in self._descent():
                 above = self._reversed(action, working, above, shown)
-                # The first that is computed again is compared with all its values.
+                left = _deferred.left_out()
+                self.left += left
+                # The first that is computed again is compared with all its values. Then as long
+                # as it helps.
+                lean = lean and (left > 0 or not self.lean)
                 self.lean = lean and len(self.changed) > 0
         # Not to be held as long as somebody holds the loss.
         self.kept.clear()
@@ -274,10 +277,7 @@ class Walk:
             now, then = _mark(segment.state, segment.outs[-1]), self.marks[action.stop]
             for new, old in zip(now, then, strict=True):
                 differs = ~_same(new, old)
-                if self.lean:
-                    self.left.append((differs & new.isnan()).any())
-                    differs = differs & ~new.isnan()
-                self.changed.append(differs.any())
+                self.changed.append((differs & ~new.isnan() if self.lean else differs).any())
         steps = range(action.start, action.stop)
         outs = [by_step(self.columns, shown, j) for j in steps]
         below = segment.pulled(above, outs, self.roots, self._add)
