@@ -135,6 +135,8 @@ def _ratios(plan: _Plan, limits: Limits) -> _Found:
 
     found = _Found([], [], [])
     for timed in plan.timed:
+        if plan.sides and timed.side not in plan.sides:
+            continue
         for where, times in _times(timed, limits):
             ours, theirs = times[timed.side], times[timed.reference]
             row = memory_report.Ratio.of(timed, where, ours, theirs)
@@ -180,7 +182,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=_PARTS, help="one part (default: all)")
     parser.add_argument("--steps", metavar="J,J,...", help="numbers of inner steps, as 1,2,5")
-    parser.add_argument("--sides", metavar="A,B,...", help="for conv and gpt, as higher,Remat")
+    parser.add_argument("--sides", metavar="A,B,...", help="as higher,Remat (auto has its own)")
     parser.add_argument("--max-seconds", type=float, default=1800, help="per point (default: 1800)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="default: benchmarks/results")
