@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import itertools
 import sys
@@ -17,11 +18,28 @@ from innerloop.compiled._program import NotCompilableError
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque)
+_MEMBERS = (
+    Tensor,
+    nn.Module,
+    type,
+    enum.Enum,
+    types.FunctionType,
+    types.SimpleNamespace,
+    functools.partial,
+    functools.partialmethod,
+    functools.cached_property,
+)
 _DEPTH = 50
 _MOST = 200_000  # values: a look at everything must not take longer than the program
 _BYTES = 1 << 20
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
+
+
+class _Print(tuple[Any, ...]):
+    """A fingerprint. What it knows by identity lives as long: an address is used again."""
+
+    held: list[Any]
 
 
 def fingerprint(*roots: Any) -> tuple[Any, ...]:
@@ -32,7 +50,7 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
     attributes, and the methods and attributes of classes. What cannot be looked through is refused:
     a change in it would go unnoticed.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
     found: list[Any] = []
     level: list[Any] = list(roots)
     # One level after another, and types looked at once: this is done at every call.
@@ -45,14 +63,17 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
                 continue
             mark, parts = _treatment(kind)
             found.append(mark(value))
-            if parts is not None and id(value) not in seen:
-                seen.add(id(value))
-                below += parts(value)
+            if id(value) not in seen:
+                seen[id(value)] = value
+                if parts is not None:
+                    below += parts(value)
         level = below
         if len(found) + len(level) > _MOST:
             break
         if not level:
-            return tuple(found)
+            made = _Print(found)
+            made.held = list(seen.values())
+            return made
     raise NotCompilableError("the model or the loss holds more objects than can be looked through")
 
 
@@ -68,11 +89,10 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
         return _tensor, None
     if issubclass(kind, torch.Generator):
         return _refused, None
-    if kind.__module__ == "numpy" and hasattr(kind, "tobytes"):
+    if hasattr(kind, "tobytes") and hasattr(kind, "dtype"):
         return _array, None
     if issubclass(kind, _CONTAINERS):
-        # It may have been made for the occasion.
-        return type, _of_mapping if issubclass(kind, Mapping) else list
+        return _container, _of_mapping if issubclass(kind, Mapping) else list
     return id, next((parts for base, parts in _OBJECTS if issubclass(kind, base)), _of_object)
 
 
@@ -87,7 +107,14 @@ def _refused(value: torch.Generator) -> Any:
 def _array(value: Any) -> Any:
     if value.nbytes > _BYTES:
         raise NotCompilableError("it uses a large NumPy array, which may change")
-    return type(value), value.tobytes()
+    if value.dtype.hasobject:
+        raise NotCompilableError("it uses a NumPy array of objects, which may change")
+    return type(value), value.dtype.str, value.shape, value.tobytes()
+
+
+def _container(value: Any) -> Any:
+    """Not its identity: it may have been made for the occasion."""
+    return type(value), len(value)
 
 
 def _of_mapping(value: Mapping[Any, Any]) -> Iterable[Any]:
@@ -107,16 +134,19 @@ def _of_optimizer(value: torch.optim.Optimizer) -> Iterable[Any]:
 
 
 def _of_layer(module: nn.Module) -> Iterable[Any]:
-    found = [attribute for name, attribute in vars(module).items() if name not in _INTERNAL]
-    for own in (
+    own = [name for name in vars(module) if name not in _INTERNAL]
+    found: list[Any] = [tuple(own), *(vars(module)[name] for name in own)]
+    for given in (
         module._forward_hooks,
         module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
         module._parameters,
         module._buffers,
         module._modules,
     ):
-        if own:
-            found += own.values()
+        found.append(tuple(given))
+        found += given.values()
     found.append(type(module))
     return found
 
@@ -139,8 +169,8 @@ def _member(kind: type) -> Callable[[Any], Any] | None:
         return lambda member: member.__func__
     if issubclass(kind, property):
         return lambda member: member.fget
-    wanted = (*_PLAIN, *_CONTAINERS, Tensor, types.FunctionType)
-    return (lambda member: member) if issubclass(kind, wanted) else None
+    followed = issubclass(kind, (*_PLAIN, *_CONTAINERS, *_MEMBERS)) or hasattr(kind, "tobytes")
+    return (lambda member: member) if followed else None
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any]:
@@ -150,6 +180,8 @@ def _of_function(function: types.FunctionType) -> Iterable[Any]:
     found: list[Any] = [code, *(function.__defaults__ or ())]
     if function.__kwdefaults__:
         found += function.__kwdefaults__.values()
+    if function.__dict__:
+        found.append(function.__dict__)
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
@@ -189,7 +221,8 @@ def _of_module(module: types.ModuleType, names: tuple[str, ...], depth: int = 3)
 
 def _of_object(value: Any) -> Iterable[Any]:
     kind = type(value)
-    found = list(getattr(value, "__dict__", {}).values())
+    own = getattr(value, "__dict__", {})
+    found: list[Any] = [tuple(own), *own.values()]
     found += [getattr(value, name, None) for name in _slots(kind)]
     found.append(kind)
     return found
