@@ -14,8 +14,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## few-shot learning on embedded glyphs: pictures in out/demo (two minutes)
+demo: $(VENV)/demo.stamp ## the README's example, then few-shot learning: pictures in out/demo (two minutes)
 	rm -rf out/demo
+	$(BIN)/python examples/first.py
 	$(BIN)/innerloop maml --out out/demo
 
 test: $(VENV)/dev.stamp ## lint, type check, tests and docs

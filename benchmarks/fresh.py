@@ -18,6 +18,8 @@ _SCRIPT = Path(__file__).resolve().parent / "memory_point.py"
 # (page faults), so times are taken in another process, with the defaults.
 OWN_MAPPINGS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 DEFAULTS: dict[str, str] = {}
+# What a step frees stays with the process, and the next step has it without page faults.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 
 _ONCE = 60  # seconds: a longer point is measured once, and its time is that of this run
 _HEADROOM = 0.9  # of the available memory: a prediction is no promise
@@ -101,9 +103,16 @@ def measure(problem: str, side: str, steps: int, limits: Limits) -> Point:
         return point._replace(note=str(error))
 
 
-def seconds(problem: str, side: str, steps: int, limits: Limits, calls: int = 1) -> float:
+def seconds(
+    problem: str,
+    side: str,
+    steps: int,
+    limits: Limits,
+    malloc: dict[str, str],
+    calls: int = 1,
+) -> float:
     """Of one meta-step in a new process, warmed up by one of a single inner step."""
-    found = [_run(Point(problem, side, steps), limits, DEFAULTS)["seconds"] for _ in range(calls)]
+    found = [_run(Point(problem, side, steps), limits, malloc)["seconds"] for _ in range(calls)]
     return sum(found) / calls
 
 

@@ -34,8 +34,9 @@ _DISAGREEMENT = 1
 class _Timed(NamedTuple):
     """A target for time: `side` may take `limit` times as long as `reference`.
 
-    `apart` is the number of rounds in which every run has a new process, `together` that of rounds
-    in one process, where memory has been touched before; 0: not measured so.
+    `apart` is the number of rounds in which every run has a new process, once with glibc's defaults
+    and once with `fresh.KEPT`; `together` that of rounds in one process, where memory has been
+    touched before; 0: not measured so.
     """
 
     problem: str
@@ -152,11 +153,14 @@ def _times(timed: _Timed, limits: Limits) -> Iterator[tuple[str, Times]]:
     import unrolls
 
     sides = (timed.side, timed.reference)
-    if timed.apart:
+    where = "each in its own process"
+    for settings, malloc in (("", fresh.DEFAULTS), (", freed memory kept", fresh.KEPT)):
         clocks = {
-            side: partial(fresh.seconds, timed.problem, side, timed.steps, limits) for side in sides
+            side: partial(fresh.seconds, timed.problem, side, timed.steps, limits, malloc)
+            for side in sides
         }
-        yield "each in its own process", timing.rounds(clocks, dict.fromkeys(sides, 1), timed.apart)
+        counts = dict.fromkeys(sides, 1)
+        yield f"{where}{settings}", timing.rounds(clocks, counts, timed.apart)
     if timed.together:
         runs = {side: unrolls.case(timed.problem, side, timed.steps).run for side in sides}
         yield "in one process", timing.interleaved(runs, timed.together)

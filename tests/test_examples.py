@@ -44,6 +44,6 @@ METHODS = (
 
 def test_the_methods_have_an_example_each():
     others = {"maml_rl", "learned_loss", "learned_optimizer", "meta_lr", "reinforce", "evolution"}
-    others |= {"example_weights", "task_weights"}
+    others |= {"example_weights", "task_weights", "first"}
     assert {*METHODS} | others == {path.stem for path in EXAMPLES}
     assert all(hasattr(algorithms, name) for name in METHODS)

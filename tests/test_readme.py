@@ -3,6 +3,7 @@
 The examples of one page run in order, in one namespace.
 """
 
+import ast
 import itertools
 import re
 import sys
@@ -49,6 +50,14 @@ def run(page, first=None):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page, no_trace_of_install):
     run(page)
+
+
+def test_the_demo_runs_the_first_example():
+    first = (ROOT / "examples" / "first.py").read_text(encoding="utf-8")
+    shown = ast.parse(next(examples(ROOT / "README.md"))).body
+    assert [ast.dump(s) for s in ast.parse(first).body[1:]] == [ast.dump(s) for s in shown]
+    demo = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndemo:")[2]
+    assert "examples/first.py" in demo.partition("\n\n")[0]
 
 
 def test_the_first_example_does_what_the_readme_says():

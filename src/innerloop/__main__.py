@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"innerloop: there is no command {name!r}.{hint} See innerloop --help.", file=sys.stderr
         )
         return 2
+    if argv is None:  # otherwise this is somebody else's process
+        importlib.import_module("innerloop.experiments._allocator").keep_freed()
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
     except ModuleNotFoundError as missing:
