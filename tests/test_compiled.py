@@ -439,6 +439,19 @@ def test_hooks_added_later():
     assert_follows(inner, train, val)
 
 
+@each_unit
+def test_hooks_of_all_modules(unit):
+    inner, train, val = built(unit)
+    assert_follows(inner, train, val)
+    every = nn.modules.module.register_module_forward_hook
+    handle = every(lambda module, args, out: 2 * out)
+    try:
+        assert_follows(inner, train, val)
+    finally:
+        handle.remove()
+    assert_follows(inner, train, val)
+
+
 class Scaled(Small):
     factor = 1.0
 
@@ -657,6 +670,44 @@ def test_control_flow_that_looks_at_values(unit, tasks):
     assert len(found) == 1
     assert not inner._compiler.used
     assert_same(actual, uncompiled(inner, train, val, tasks))
+
+
+READS = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": int,
+    "bool": lambda t: 3.0 if t > 1 else 1.0,
+    "index": lambda t: len(range(t.long())),
+    "equal": lambda t: 3.0 if torch.equal(t, torch.ones(())) else 1.0,
+    "computed": lambda t: (2 * t).item(),
+}
+
+
+@each_unit
+@pytest.mark.parametrize("read", READS)
+def test_values_read_of_a_tensor_from_outside(unit, read):
+    """In a program they would be constants, and the tensor may be written to."""
+    factor = torch.ones(())
+
+    def loss(model, batch):
+        return READS[read](factor) * squares(model, batch)
+
+    inner, train, val = built(unit, loss)
+    with pytest.warns(UserWarning, match="cannot be compiled"):
+        assert_follows(inner, train, val, used=False)
+    factor.fill_(2.0)
+    assert_follows(inner, train, val, used=False)
+
+
+@each_unit
+def test_values_read_of_a_tensor_of_its_own(unit):
+    """It is made anew, from numbers that are constants anyway."""
+
+    def loss(model, batch):
+        return torch.tensor(2.0).item() * squares(model, batch)
+
+    inner, train, val = built(unit, loss)
+    assert_follows(inner, train, val)
 
 
 @each_unit

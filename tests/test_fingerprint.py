@@ -1,9 +1,11 @@
 """What a compiled program took for constants: changes are noticed, and nothing else is."""
 
+import array
 import enum
 import functools
 import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +50,37 @@ def _rekeyed(config: Any) -> None:
     config.value["new"] = config.value.pop("old")
 
 
+def _scaled_by_two(config: Any) -> None:
+    config.value.scale = 2.0
+
+
+def _grown(config: Any) -> None:
+    config.value().append(1)
+
+
 def _hooked(config: Any) -> None:
     config.value.register_full_backward_pre_hook(lambda module, grads: grads)
 
 
 def _written(config: Any) -> None:
     config.value[0] = 1
+
+
+class Named(list[float]):
+    scale = 1.0
+
+
+class Bound(functools.partial[float]):
+    scale = 1.0
+
+
+_ALIVE = Named()  # A weak reference needs somebody else who holds it.
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType("settings")
+    module.__dict__["scale"] = 1.0
+    return module
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
@@ -70,6 +97,13 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     ),
     "name of a module": (lambda: nn.ModuleDict({"old": nn.ReLU()}), _rekeyed),
     "backward hook": (lambda: nn.Linear(1, 1), _hooked),
+    "bytes": (lambda: bytearray(2), _written),
+    "array": (lambda: array.array("d", [0.0, 2.0]), _written),
+    "memory": (lambda: memoryview(bytearray(2)), _written),
+    "attribute of a list": (Named, _scaled_by_two),
+    "attribute of a partial": (lambda: Bound(float), _scaled_by_two),
+    "value of a module": (_module, _scaled_by_two),
+    "referent": (lambda: weakref.ref(_ALIVE), _grown),
 }
 
 
@@ -132,6 +166,26 @@ def test_an_address_that_is_used_again_is_no_sameness() -> None:
         found.append(fingerprint(config))
     gc.collect()
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_all_modules_are_noticed(kind: str) -> None:
+    before = fingerprint(None)
+    hook = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *given: None)
+    try:
+        assert fingerprint(None) != before
+    finally:
+        hook.remove()
+    assert fingerprint(None) == before
+
+
+@pytest.mark.parametrize("make", [lambda: iter([1, 2]), lambda: weakref.proxy(_MODULE)])
+def test_what_cannot_be_looked_through_is_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(NotCompilableError, match="may change"):
+        fingerprint(types.SimpleNamespace(value=make()))
+
+
+_MODULE = nn.Linear(1, 1)
 
 
 def test_arrays_of_objects_are_refused() -> None:

@@ -19,6 +19,11 @@ class ForeignError(Exception):
 
 
 _READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__}
+_NUMBERS = {
+    *(Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__),
+    *(Tensor.__index__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
+    *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+}
 
 
 class Watch(TorchFunctionMode):
@@ -36,7 +41,23 @@ class Watch(TorchFunctionMode):
             raise ForeignError("it draws from a torch.Generator of its own")
         if self._reads and func in _READS:
             raise ForeignError(f"it looks at values by .{func.__name__}()")
+        if self._reads and func in _NUMBERS and not all(map(_recorded, args)):
+            # Those of tensors that are recorded, the recording itself refuses.
+            raise ForeignError(
+                f"it looks at values of a tensor from outside by .{func.__name__}(): "
+                "they would stay as they are now"
+            )
         return func(*args, **kwargs)
+
+
+def _recorded(value: Any) -> bool:
+    """Not a tensor, or one that the recording under way knows, because it made it."""
+    if not isinstance(value, Tensor):
+        return True
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+
+    mode = get_proxy_mode()
+    return mode is not None and has_proxy_slot(value, mode.tracer)
 
 
 class BatchedWatch(Watch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import enum
 import functools
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,10 +31,18 @@ _MEMBERS = (
     functools.partialmethod,
     functools.cached_property,
 )
+_MEMORY = (bytearray, memoryview, array.array)
 _DEPTH = 50
 _MOST = 200_000  # values: a look at everything must not take longer than the program
 _BYTES = 1 << 20
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+# Hooks of all modules.
+_EVERYWHERE = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
 
 
@@ -47,12 +57,12 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
 
     Numbers, strings and flags by value; tensors and everything else by identity. Followed are
     closures, globals that functions name, defaults, partials, bound objects, containers,
-    attributes, and the methods and attributes of classes. What cannot be looked through is refused:
-    a change in it would go unnoticed.
+    attributes, the methods and attributes of classes, and hooks of all modules. What cannot be
+    looked through is refused: a change in it would go unnoticed.
     """
     seen: dict[int, Any] = {}
     found: list[Any] = []
-    level: list[Any] = list(roots)
+    level: list[Any] = [*roots, *_EVERYWHERE]
     # One level after another, and types looked at once: this is done at every call.
     for _ in range(_DEPTH):
         below: list[Any] = []
@@ -87,12 +97,15 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
     """What tells a value of this type from another, and what it is made of."""
     if issubclass(kind, Tensor):
         return _tensor, None
-    if issubclass(kind, torch.Generator):
+    if issubclass(kind, torch.Generator | weakref.ProxyType) or hasattr(kind, "__next__"):
         return _refused, None
+    if issubclass(kind, _MEMORY):
+        return _bytes, None
     if hasattr(kind, "tobytes") and hasattr(kind, "dtype"):
         return _array, None
     if issubclass(kind, _CONTAINERS):
-        return _container, _of_mapping if issubclass(kind, Mapping) else list
+        parts = _of_mapping if issubclass(kind, Mapping) else list
+        return _container, parts if _is_library(kind.__module__) else _with_attributes(parts)
     return id, next((parts for base, parts in _OBJECTS if issubclass(kind, base)), _of_object)
 
 
@@ -100,8 +113,12 @@ def _tensor(value: Tensor) -> Any:
     return id(value), value.requires_grad
 
 
-def _refused(value: torch.Generator) -> Any:
-    raise NotCompilableError("it has a torch.Generator of its own")
+def _refused(value: Any) -> Any:
+    raise NotCompilableError(f"it has a {type(value).__name__} of its own, which may change")
+
+
+def _bytes(value: Any) -> Any:
+    return type(value), getattr(value, "typecode", ""), bytes(value)
 
 
 def _array(value: Any) -> Any:
@@ -117,6 +134,10 @@ def _container(value: Any) -> Any:
     return type(value), len(value)
 
 
+def _with_attributes(parts: _Parts) -> _Parts:
+    return lambda value: [*parts(value), *_of_object(value)]
+
+
 def _of_mapping(value: Mapping[Any, Any]) -> Iterable[Any]:
     return [*value.keys(), *value.values()]
 
@@ -126,7 +147,20 @@ def _of_method(value: types.MethodType) -> Iterable[Any]:
 
 
 def _of_partial(value: functools.partial[Any]) -> Iterable[Any]:
-    return value.func, value.args, value.keywords
+    return value.func, value.args, value.keywords, vars(value)
+
+
+def _of_reference(value: weakref.ref[Any]) -> Iterable[Any]:
+    return (value(),)
+
+
+def _of_held_module(module: types.ModuleType) -> Iterable[Any]:
+    """Its plain values: what code reads of it is not known."""
+    if _is_library(module.__name__):
+        return ()
+    kinds = (*_PLAIN, *_CONTAINERS, *_MEMORY)
+    public = ((n, v) for n, v in vars(module).items() if not n.startswith("__"))
+    return [part for n, v in public if isinstance(v, kinds) for part in (n, v)]
 
 
 def _of_optimizer(value: torch.optim.Optimizer) -> Iterable[Any]:
@@ -228,7 +262,7 @@ def _of_object(value: Any) -> Iterable[Any]:
     return found
 
 
-_OPAQUE = types.BuiltinFunctionType | types.ModuleType | types.CodeType
+_OPAQUE = types.BuiltinFunctionType | types.CodeType
 _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
     (types.MethodType, _of_method),
     (types.FunctionType, _of_function),
@@ -236,6 +270,8 @@ _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
     (nn.Module, _of_layer),
     (torch.optim.Optimizer, _of_optimizer),
     (type, _of_class),
+    (types.ModuleType, _of_held_module),
+    (weakref.ref, _of_reference),
     (_OPAQUE, None),
 )
 
