@@ -593,3 +593,70 @@ def test_a_loss_with_frozen_and_unused_weights(solver: str) -> None:
     )
     (grad,) = torch.autograd.grad(inner([None] * STEPS, None), [loss.goal])
     assert_same([grad], [2 * loss.goal.detach() / model.fixed**2])
+
+
+# How often a batch comes, first order, and a start at the end. -----------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@each_solver
+def test_batches_count_as_often_as_they_come(solver: str, shared: bool) -> None:
+    """Two losses w²/2 - w φᵢ with the same minimum at φ₁ = φ₂: dw/dφᵢ is the share of loss i."""
+    phi = torch.full((2,), 2.0, requires_grad=True)
+    one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    batches = [one, one, one, two] * 20
+    if not shared:
+        batches = [batch.clone() for batch in batches]
+
+    def loss(params: Any, batch: Tensor, parts: Any) -> Tensor:
+        return 0.5 * params["w"].square() - params["w"] * (batch @ parts["phi"])
+
+    start = {"w": torch.tensor(0.0)}
+    meta = il.Meta(loss={"phi": phi})
+    final = converged(loss, start, meta, batches, implicit(solver))
+    (grad,) = torch.autograd.grad(final.params["w"], [phi])
+    assert_same([grad], [torch.tensor([0.75, 0.25])])
+
+
+def _squares(params: Any, target: Tensor) -> Tensor:
+    return (params["w"] - target).pow(4).sum() + (params["w"] - target).square().sum()
+
+
+@each_solver
+def test_first_order_leaves_the_proximal_term(solver: str) -> None:
+    """The initial weights then have the gradient of the adapted ones."""
+    start = {"w": torch.tensor([1.0, -0.5], requires_grad=True)}
+    step = il.inner_step(_squares, il.optim.sgd(lr=0.05), first_order=True)
+    batches = [torch.tensor([0.2, 0.3])] * 300
+    how = implicit(solver, proximal=1.5)
+    final, _ = il.unroll(step, il.State(start), il.Meta(), batches, backward=how)
+    (grad,) = torch.autograd.grad(final.params["w"].square().sum(), [start["w"]])
+    assert_same([grad], [2 * final.params["w"].detach()])
+
+
+def test_first_order_without_a_proximal_term_is_refused() -> None:
+    target = torch.tensor([0.2, 0.3], requires_grad=True)
+    step = il.inner_step(_squares, il.optim.sgd(lr=0.05), first_order=True)
+    start = il.State({"w": torch.tensor([1.0, -0.5])})
+    final, _ = il.unroll(step, start, il.Meta(), [target] * 300, backward=il.Implicit())
+    with pytest.raises(il.RequirementError, match="first_order=True"):
+        final.params["w"].sum().backward()
+
+
+def test_a_start_where_training_has_converged_is_not_warned_of() -> None:
+    target = torch.tensor([0.2, 0.3], requires_grad=True)
+    final = converged(_plain_squares, {"w": target.detach() + 1e-15}, il.Meta(), [target] * 3, ONE)
+    (grad,) = torch.autograd.grad(final.params["w"].sum(), [target])
+    assert_same([grad], [torch.ones(2)])
+
+
+def _plain_squares(params: Any, target: Tensor) -> Tensor:
+    return (params["w"] - target).square().sum()
+
+
+ONE = implicit("cg")
+
+
+def test_truncation_with_a_proximal_term_is_refused() -> None:
+    with pytest.raises(il.InnerLoopError, match="proximal"):
+        il.Truncated(3, within=il.Implicit(proximal=1.0))

@@ -100,7 +100,8 @@ class InnerStep:
     def stationarity(self, state: State, meta: Meta, batch: Any) -> list[tuple[Tensor, Tensor]]:
         """Each weight that moves with what is zero after convergence: its gradient and penalty."""
         named = named_leaves(state.params)
-        found = self.evaluation(state, meta, batch).gradients(torch.is_grad_enabled())
+        tracked = torch.is_grad_enabled() and not self.first_order
+        found = self.evaluation(state, meta, batch).gradients(tracked)
         found = mapped(self._transformed, found) if self.tasks else self._transformed(found)
         moving = {name: grad for name, grad in found.items() if grad is not None}
         # Those of the last step: a schedule may have no further ones.

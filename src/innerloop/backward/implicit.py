@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,9 @@ class Implicit(Backward):
     A weight decay that is part of the gradient belongs to the equation. Besides it, what the
     optimizer does on its way has no influence on where it ends, so settings and initial weights
     have no gradient; but with ``proximal`` = λ > 0 the loss has ``λ/2 ‖θ - θ₀‖²`` added,
-    and the initial weights have one (Rajeswaran et al., 2019). Of a general step, the fixed point
-    is taken, with its whole state.
+    and the initial weights have one (Rajeswaran et al., 2019). With ``first_order=True`` the
+    inner gradient is a constant of the equation, so that the proximal term alone counts. Of a
+    general step, the fixed point is taken, with its whole state.
 
     With ``iterations=None`` the solver must reach ``tolerance`` (by default 1e-10, and 1e-5 in
     single precision); a given number of iterations is
@@ -121,6 +123,14 @@ _OWN_STEP = four_part(
 )
 
 
+_FIRST_ORDER = four_part(
+    "You differentiate with Implicit() and first_order=True.",
+    "a proximal term or a weight decay.",
+    "with inner gradients as constants nothing else moves the point of convergence.",
+    "Implicit(proximal=1.0), or first_order=False.",
+)
+
+
 class _Run:
     """One converged run: its last state, and the equation that holds there."""
 
@@ -133,6 +143,8 @@ class _Run:
         self.meta, self.meta_spec = _tree.flatten(meta)
         fetched = [batches[j] for j in range(len(batches))]
         self.batches = list({id(batch): batch for batch in fetched}.values())
+        counts = Counter(map(id, fetched))
+        self.shares = [counts[id(batch)] / len(fetched) for batch in self.batches]
         self.own = hasattr(step, "stationarity")
         if not self.own and how.solver == "cg":
             raise InnerLoopError(
@@ -209,17 +221,18 @@ class _Run:
         return _tree.unflatten(leaves, self.final_spec)
 
     def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
-        """What is zero at the last state, averaged over the distinct batches."""
+        """What is zero at the last state, averaged over the batches of all steps."""
         leaves, total = _tree.flatten(state)[0], []
-        for batch in batches:
+        for batch, share in zip(batches, self.shares, strict=True):
             self.randomness.set()
             if self.own:
                 found = [grad for _, grad in self.step.stationarity(state, meta, batch)]
             else:
                 new = _tree.flatten(taken(self.step, state, meta, batch)[0])[0]
                 found = [leaves[i] - new[i] for i in self.places]
+            found = [share * t for t in found]
             total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
-        return [t / len(self.batches) for t in total]
+        return total
 
     def _check_stationary(self) -> None:
         with torch.no_grad(), preserved(self.devices):
@@ -228,7 +241,9 @@ class _Run:
             start = _tree.unflatten([detached(t) for t in self.start], self.spec)
             end = _norm(self.residual(self._at(self.final), meta, batches))
             begin = _norm(self.residual(start, meta, batches))
-        if end > self.how.stationary * begin:
+            weights = [self.final[i] for i in self.places]
+            rounding = 100 * torch.finfo(weights[0].dtype).eps * max(1.0, _norm(weights))
+        if end > max(self.how.stationary * begin, rounding):
             warnings.warn(
                 four_part(
                     f"Training ended with a gradient of {end:.1e}, and began with {begin:.1e}.",
@@ -282,6 +297,10 @@ class _Run:
             )
             return torch.cat([f.reshape(-1) for f in found])
 
+        if getattr(self.step, "first_order", False) and b.any():
+            constant = not any(e.requires_grad for e in equation)
+            if constant or not product(b).any():
+                raise RequirementError(_FIRST_ORDER)
         solution = _split(self.how.solve(product, b), equation)
         live = [(e, -s) for e, s in zip(equation, solution, strict=True) if e.requires_grad]
         found = torch.autograd.grad(

@@ -52,6 +52,17 @@ class Truncated(Backward):
                 )
             )
 
+        if getattr(self.within, "proximal", 0):
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Truncated({self.k}, within={self.within!r}).",
+                    "a strategy without a proximal term.",
+                    "the term pulls towards the weights at the beginning, which the last k steps "
+                    "do not know, and the steps before them would be trained without it.",
+                    f"{self.within!r} by itself: its memory does not grow with the steps.",
+                )
+            )
+
     def for_tasks(self, count: int) -> Backward:
         return replace(self, within=self.within.for_tasks(count))
 
