@@ -1134,3 +1134,35 @@ def test_a_loop_made_for_tasks_is_healthy():
         ),
     ):
         assert report.healthy, str(report)
+
+
+class Penalized(Weighted):
+    def forward(self, model, batch):
+        found = squares(model, batch)
+        (slope,) = torch.autograd.grad(found, [model[0].weight], retain_graph=True)
+        return found + self.scale * slope.square().sum()
+
+
+class Chosen(Weighted):
+    def forward(self, model, batch):
+        return squares(model, batch) * (2 if self.scale > 0.3 else 1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "where", "write"),
+    [(Penalized, "retain_graph=True", "create_graph=True"), (Chosen, "> 0.3", "torch.sigmoid")],
+)
+def test_a_parameter_whose_term_left_the_graph(loss, where, write):
+    inner, train, val = loop(loss(), val_loss=squares, learn=("lr",))
+    (finding,) = il.diagnose(inner, train, val).findings
+    assert finding.rows == ("loss.scale",)
+    assert finding.kind == "no influence"
+    assert any(where in place for place in finding.where)
+    assert write in finding.write
+
+
+def test_dampening_without_momentum():
+    inner, train, val = loop(learn=("dampening",))
+    (finding,) = il.diagnose(inner, train, val).findings
+    assert finding.kind == "no influence"
+    assert "momentum above 0" in finding.write

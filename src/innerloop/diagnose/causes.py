@@ -67,7 +67,8 @@ def _explained(cut: Cut) -> tuple[str, str]:
         name = ".data" if op == "data" else f".{op}()"
         return (
             f"{name} takes a value{of} out of the graph.",
-            f"the same without {name}; keep it for what is only logged.",
+            f"the same without {name}; keep it for what is only logged, or for a straight-through "
+            "estimate, whose gradient is meant to differ.",
         )
     if cut.kind == "number":
         name = {"__float__": "float(...)", "__int__": "int(...)"}.get(op, f".{op}()")
@@ -107,7 +108,8 @@ def _explained(cut: Cut) -> tuple[str, str]:
     if cut.kind == "rounding":
         return (
             f"{op} is constant between jumps, so its derivative{by} is zero everywhere.",
-            f"x without {op}, or x + (x.{op.strip('_')}() - x).detach() to pass the gradient on.",
+            f"x without {op}, or x + (x.{op.strip('_')}() - x).detach() to pass the gradient on: "
+            "an estimate, from which finite differences then differ.",
         )
     if cut.kind == "discrete":
         name = f"The comparison {_SIGNS[op]}" if op in _SIGNS else op
