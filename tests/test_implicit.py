@@ -595,7 +595,7 @@ def test_a_loss_with_frozen_and_unused_weights(solver: str) -> None:
     assert_same([grad], [2 * loss.goal.detach() / model.fixed**2])
 
 
-# How often a batch comes, first order, and a start at the end. -----------------------------------
+# How often a batch comes, what it leaves out, and first order. ------------------------------------
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -643,18 +643,43 @@ def test_first_order_without_a_proximal_term_is_refused() -> None:
         final.params["w"].sum().backward()
 
 
-def test_a_start_where_training_has_converged_is_not_warned_of() -> None:
-    target = torch.tensor([0.2, 0.3], requires_grad=True)
-    final = converged(_plain_squares, {"w": target.detach() + 1e-15}, il.Meta(), [target] * 3, ONE)
-    (grad,) = torch.autograd.grad(final.params["w"].sum(), [target])
-    assert_same([grad], [torch.ones(2)])
+@each_solver
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]])
+def test_batches_that_leave_weights_out(solver: str, order: list[int]) -> None:
+    """a = φ by batch 0, b = φ² by batch 1; batch 2 trains both."""
+    phi = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def loss(params: Any, batch: int, parts: Any) -> Tensor:
+        first = (params["a"] - parts["phi"]).square().sum()
+        second = 1.5 * (params["b"] - parts["phi"] ** 2).square().sum()
+        return (first, second, first + second)[batch]
+
+    start = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    rule = il.optim.sgd(lr=0.2)
+    batches = order * 60
+    final = converged(loss, start, il.Meta(loss={"phi": phi}), batches, implicit(solver), rule)
+    (grad,) = torch.autograd.grad(final.params["a"].sum() + final.params["b"].sum(), [phi])
+    assert_same([grad], [1 + 2 * phi.detach()])
 
 
-def _plain_squares(params: Any, target: Tensor) -> Tensor:
-    return (params["w"] - target).square().sum()
+def test_first_order_where_only_some_weights_decay_is_refused() -> None:
+    decay = torch.tensor(0.5, requires_grad=True)
+    model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    groups = [{"params": [model["a"]], "weight_decay": 0.5}, {"params": [model["b"]]}]
 
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return sum((model[name] - batch).square().sum() for name in ("a", "b"))
 
-ONE = implicit("cg")
+    inner = il.InnerLoop(
+        model,
+        torch.optim.SGD(groups, lr=0.2),
+        loss,
+        learn=("weight_decay",),
+        backward=il.Implicit("gmres", iterations=3),
+        first_order=True,
+    )
+    with pytest.raises(il.RequirementError, match="first_order=True"):
+        inner([torch.zeros(2) + decay.detach()] * 100, torch.ones(2)).backward()
 
 
 def test_truncation_with_a_proximal_term_is_refused() -> None:

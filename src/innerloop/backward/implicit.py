@@ -125,9 +125,9 @@ _OWN_STEP = four_part(
 
 _FIRST_ORDER = four_part(
     "You differentiate with Implicit() and first_order=True.",
-    "a proximal term or a weight decay.",
+    "a proximal term, or a weight decay of every weight that is measured.",
     "with inner gradients as constants nothing else moves the point of convergence.",
-    "Implicit(proximal=1.0), or first_order=False.",
+    "Implicit(proximal=1.0) for the initial weights; first_order=False for a loss.",
 )
 
 
@@ -212,8 +212,12 @@ class _Run:
             return [i for i, t in enumerate(self.final) if differentiable(t)]
         with torch.no_grad(), preserved(self.devices):
             meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
-            batch = _tree.map(cut, self.batches[0])
-            found = self.step.stationarity(self._at(self.final), meta, batch)
+            state = self._at(self.final)
+            found = [
+                pair
+                for batch in self.batches
+                for pair in self.step.stationarity(state, meta, _tree.map(cut, batch))
+            ]
         moved = {id(leaf) for leaf, _ in found}
         return [i for i, leaf in enumerate(self.final) if id(leaf) in moved]
 
@@ -222,16 +226,20 @@ class _Run:
 
     def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
         """What is zero at the last state, averaged over the batches of all steps."""
-        leaves, total = _tree.flatten(state)[0], []
+        leaves = _tree.flatten(state)[0]
+        unknown = [leaves[i] for i in self.places]
+        total = [torch.zeros_like(leaf) for leaf in unknown]
         for batch, share in zip(batches, self.shares, strict=True):
             self.randomness.set()
             if self.own:
-                found = [grad for _, grad in self.step.stationarity(state, meta, batch)]
+                # A batch may leave weights out, which then stay where they are.
+                pairs = self.step.stationarity(state, meta, batch)
+                moving = {id(leaf): grad for leaf, grad in pairs}
+                found = [moving.get(id(leaf)) for leaf in unknown]
             else:
                 new = _tree.flatten(taken(self.step, state, meta, batch)[0])[0]
                 found = [leaves[i] - new[i] for i in self.places]
-            found = [share * t for t in found]
-            total = found if not total else [a + b for a, b in zip(total, found, strict=True)]
+            total = [a if b is None else a + share * b for a, b in zip(total, found, strict=True)]
         return total
 
     def _check_stationary(self) -> None:
@@ -241,9 +249,7 @@ class _Run:
             start = _tree.unflatten([detached(t) for t in self.start], self.spec)
             end = _norm(self.residual(self._at(self.final), meta, batches))
             begin = _norm(self.residual(start, meta, batches))
-            weights = [self.final[i] for i in self.places]
-            rounding = 100 * torch.finfo(weights[0].dtype).eps * max(1.0, _norm(weights))
-        if end > max(self.how.stationary * begin, rounding):
+        if end > self.how.stationary * begin:
             warnings.warn(
                 four_part(
                     f"Training ended with a gradient of {end:.1e}, and began with {begin:.1e}.",
@@ -299,7 +305,9 @@ class _Run:
 
         if getattr(self.step, "first_order", False) and b.any():
             constant = not any(e.requires_grad for e in equation)
-            if constant or not product(b).any():
+            moved = torch.zeros_like(b) if constant else product(b)
+            pairs = zip(_split(b, equation), _split(moved, equation), strict=True)
+            if any(bool(wanted.any()) and not moves.any() for wanted, moves in pairs):
                 raise RequirementError(_FIRST_ORDER)
         solution = _split(self.how.solve(product, b), equation)
         live = [(e, -s) for e, s in zip(equation, solution, strict=True) if e.requires_grad]

@@ -271,18 +271,19 @@ class Judge:
                 "a loss in which the parameter multiplies something that depends on the weights "
                 "smoothly, such as a weight of a term, or softplus in place of relu."
             )
-            # What it was multiplied with, or what was decided by it, may have left the graph.
+            # What it was multiplied with, or what was decided by it, may have left the graph; or
+            # it was only looked at.
             cuts = self.seen.traced.step.cuts
             found = causes([c for c in cuts if c.kind == "grad" or row.name in c.sources])
             if found:
-                problem = f"{problem} {found[0].problem}"
-                where, write = found[0].where, found[0].write
+                where = found[0].where
+                write = f"{write} If it acts through this line: {found[0].write}"
         else:
             problem = f"At this point L_val does not change with this parameter.{honest}"
             write = "other data or another start, or leave it out of learn."
-            if row.name.endswith("dampening"):
-                problem = f"{problem} It acts on momentum alone."
-                write = "momentum above 0 in the optimizer, or leave it out of learn."
+            if row.name == "settings.dampening":
+                problem = f"{problem} It acts on momentum alone, from the second step on."
+                write = "momentum above 0 and two steps or more, or leave it out of learn."
         return Finding("no influence", problem, where, write, (row.name,))
 
     def _unknown(self, row: Row) -> Finding:
