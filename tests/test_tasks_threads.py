@@ -1,5 +1,6 @@
 """Tasks in threads: the loop's numbers, what threads must not share, and what runs in a loop."""
 
+import contextvars
 import subprocess
 import sys
 import threading
@@ -8,6 +9,8 @@ import warnings
 import pytest
 import torch
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import innerloop as il
 from references import Net, squares
@@ -38,6 +41,9 @@ def assert_alike(inner, train, val, way=None):
     assert_same(grads, expected)
 
 
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
 # Exact. -----------------------------------------------------------------------------------------
 
 
@@ -58,6 +64,43 @@ def test_tasks_run_in_threads_of_their_own():
     inner(train, val, tasks=two())
     assert threading.get_ident() not in seen
     assert len(seen) <= 2
+
+
+def test_what_the_caller_has_set_by_a_context_variable_holds_in_threads():
+    inner, train, val = built(loss=lambda model, batch: VARIABLE.get() * squares(model, batch))
+    token = VARIABLE.set(3.0)
+    try:
+        assert_alike(inner, train, val)
+    finally:
+        VARIABLE.reset(token)
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return 2 * found if func is torch.Tensor.square else found
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        Doubled,
+        lambda: FlopCounterMode(display=False),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t, lambda t: t),
+    ],
+    ids=["functions", "operations", "saved tensors"],
+)
+def test_what_is_around_one_thread_only_has_the_tasks_run_in_a_loop(context):
+    inner, train, val = built(loss=lambda model, batch: (model(batch[0]) - batch[1]).square().sum())
+    way = two()
+    with context():
+        expected = inner(train, val, tasks=LOOP)
+        with pytest.warns(UserWarning, match="one thread only"):
+            found = inner(train, val, tasks=way)
+    assert_same([found], [expected])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_alike(inner, train, val, way)
 
 
 def test_the_way_may_be_the_loops_own():
@@ -139,7 +182,8 @@ def test_adapted_models():
     assert_same([found.losses], [expected.losses])
     grads = [gradients((a(val[0]) ** 2).sum() + a.losses.sum(), inner) for a in (found, expected)]
     assert_same(*grads)
-    for one in found.each:
+    assert list(found) == found.each
+    for one in found:
         one.write_to(Net() if isinstance(inner.model, Net) else normed())
 
 

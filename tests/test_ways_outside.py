@@ -4,6 +4,7 @@ more than compute with its tensors: it must be noticed, never silently different
 from __future__ import annotations
 
 import collections
+import contextvars
 import random
 import types
 import warnings
@@ -11,6 +12,7 @@ import warnings
 import numpy
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,22 +64,26 @@ def compiled_and_not(model, loss, unit, **options) -> tuple[il.InnerLoop, il.Inn
 
 
 class Padded(nn.Module):
-    def __init__(self, direct: bool) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 4, padding_idx=0)
         self.linear = nn.Linear(8, 2)
-        self.direct = direct
+        self.by = by
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.embedding(x, self.table.weight, -5) if self.direct else self.table(x)
+        rows = {
+            "layer": lambda: self.table(x),
+            "function": lambda: F.embedding(x, self.table.weight, -5),
+            "torch.embedding": lambda: torch.embedding(self.table.weight, x, 0),
+        }[self.by]()
         return self.linear(rows.flatten(1))
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("by", ["layer", "function", "torch.embedding"])
 @pytest.mark.parametrize("way", [il.tasks.vmap(), il.tasks.threads(2), il.tasks.auto()], ids=str)
-def test_padding_does_not_move(direct: bool, way) -> None:
+def test_padding_does_not_move(by: str, way) -> None:
     torch.manual_seed(0)
-    model = Padded(direct)
+    model = Padded(by)
     batch = torch.randint(0, 5, (3, 6, 2)), torch.randn(3, 6, 2)
     inner = loop_of(model, squared)
     expected = found(inner, [batch] * 3, batch, tasks=il.tasks.loop())
@@ -85,18 +91,32 @@ def test_padding_does_not_move(direct: bool, way) -> None:
     assert_same(found(inner, [batch] * 3, batch, tasks=way), expected)
 
 
+@pytest.mark.parametrize("by", ["layer", "torch.embedding"])
 @pytest.mark.parametrize("unit", UNITS)
-def test_padding_compiled(unit: str) -> None:
+def test_padding_compiled(unit: str, by: str) -> None:
     torch.manual_seed(0)
-    compiled, plain = compiled_and_not(Padded(False), squared, unit)
+    compiled, plain = compiled_and_not(Padded(by), squared, unit)
     batch = torch.randint(0, 5, (3, 6, 2)), torch.randn(3, 6, 2)
     ours = found(compiled, [batch] * 3, batch, tasks=il.tasks.vmap())
     assert_same(ours, found(plain, [batch] * 3, batch, tasks=il.tasks.loop()))
 
 
+def test_an_embedding_without_padding_moves_everywhere() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.embedding(model.weight, x).square().mean()
+
+    inner, x = loop_of(table, loss), torch.arange(5).expand(2, 5)
+    expected = found(inner, [x] * 2, x, tasks=il.tasks.loop())
+    assert table.weight.grad.abs().sum(1).min() > 0
+    assert_same(found(inner, [x] * 2, x, tasks=il.tasks.vmap()), expected)
+
+
 def test_padding_by_forward_mode() -> None:
     torch.manual_seed(0)
-    model = Padded(False)
+    model = Padded("layer")
     batch = torch.randint(0, 5, (6, 2)), torch.randn(6, 2)
     expected = found(loop_of(model, squared), [batch] * 2, batch)
     assert_same(found(loop_of(model, squared, backward=il.Forward()), [batch] * 2, batch), expected)
@@ -254,7 +274,15 @@ def change_module() -> None:
     SHARED.factor += 1
 
 
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
+def of_variable(m, b):
+    return VARIABLE.get() * squared(m, b)
+
+
 CHANGES = {
+    "variable": (of_variable, lambda: VARIABLE.set(VARIABLE.get() + 1)),
     "module": (of_module, change_module),
     "array": (of_array, change_array),
     "queue": (of_queue, lambda: QUEUE.appendleft(QUEUE[0] + 1)),
@@ -272,6 +300,71 @@ def test_changes_elsewhere_are_noticed(change: str, unit: str) -> None:
         assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
         assert compiled.compiler.used
         act()
+
+
+class Masked(nn.Module):
+    """A layer, and at once a loss and an optimizer, with tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.mask, self.more = torch.ones(3), {"first": [torch.ones(3)]}
+        self.strided = torch.ones(3, 2)[:, 0]
+
+    @property
+    def factor(self) -> Tensor:
+        return self.mask * self.more["first"][0] * self.strided
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.factor)
+
+
+class MaskedLoss(Masked):
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return squared(model, batch) * self.factor.sum()
+
+
+def other_memory(mask: Masked) -> None:
+    mask.mask.data = 2 * mask.mask
+
+
+WRITES = {
+    "written": lambda mask: mask.mask.mul_(2),
+    "written by data": lambda mask: mask.mask.data.mul_(2),
+    "other memory": other_memory,
+    "replaced": lambda mask: setattr(mask, "mask", 2 * mask.mask),
+    "in containers": lambda mask: mask.more["first"][0].mul_(2),
+    "strided": lambda mask: mask.strided.mul_(2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("part", ["model", "loss"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_tensors_that_are_no_buffers_are_noticed(unit: str, part: str, write: str) -> None:
+    torch.manual_seed(0)
+    model, loss = (Masked(), squared) if part == "model" else (nn.Linear(3, 2), MaskedLoss())
+    compiled, plain = compiled_and_not(model, loss, unit, learn=("init",))
+    masked = model if part == "model" else loss
+    batch = drawn(2)
+    options = {"tasks": il.tasks.vmap()}
+    for _ in range(3):
+        ours = found(compiled, [batch] * 2, batch, **options)
+        assert compiled.compiler.used
+        assert_same(ours, found(plain, [batch] * 2, batch, **options))
+        WRITES[write](masked)
+    programs = compiled.compiler.programs.count
+    for _ in range(2):
+        found(compiled, [batch] * 2, batch, **options)
+    assert compiled.compiler.programs.count <= programs + (1 if unit == "whole" else 2)
+
+
+def test_a_list_in_itself_is_no_hindrance() -> None:
+    model = Masked()
+    model.more["first"].append(model.more)
+    compiled, plain = compiled_and_not(model, squared, "whole")
+    batch = drawn()
+    assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -340,3 +433,31 @@ def test_a_loss_that_changes_itself_is_not_compiled(unit: str) -> None:
         ours = inner([batch] * 2, batch)
     assert not inner.compiler.used
     assert ours.isfinite()
+
+
+# What is computed again. ------------------------------------------------------------------------
+
+
+def checkpointed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    again = torch.utils.checkpoint.checkpoint(model, batch[0], use_reentrant=False)
+    return (again - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_checkpoints_run_in_a_loop(steps: int) -> None:
+    batch = drawn(3)
+    inner = loop_of(small(), checkpointed)
+    expected = found(inner, [batch] * steps, batch, tasks=il.tasks.loop())
+    assert_same(found(inner, [batch] * steps, batch, tasks=True), expected)
+    assert_same(found(inner, [batch] * steps, batch, tasks=il.tasks.threads(2)), expected)
+    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint"):
+        inner([batch] * steps, batch, tasks=il.tasks.vmap())
+    assert_same(found(inner, [batch] * steps, batch, tasks=il.tasks.vmap()), expected)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_checkpoints_compiled(unit: str) -> None:
+    batch = drawn(3)
+    compiled, plain = compiled_and_not(small(), checkpointed, unit)
+    ours = found(compiled, [batch] * 2, batch, tasks=il.tasks.vmap())
+    assert_same(ours, found(plain, [batch] * 2, batch, tasks=il.tasks.loop()))

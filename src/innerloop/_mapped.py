@@ -57,7 +57,7 @@ def _vmapped(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
     except Exception as error:
         if not _refusals(error):
             raise
-        raise NotBatchableError(f"{_layer(error)}: {_first_line(error)}") from error
+        raise NotBatchableError(f"{_layer(error)}: {first_line(error)}") from error
     if draws.undone():
         raise NotBatchableError("the loss or the model draws random numbers outside torch")
     return found
@@ -79,7 +79,8 @@ def _layer(error: BaseException) -> str:
     return found
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says in short."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -60,15 +61,37 @@ def _recorded(value: Any) -> bool:
     return mode is not None and has_proxy_slot(value, mode.tracer)
 
 
+def saved_tensor_hooks() -> Any:
+    """The innermost hooks for saved tensors around this call, to pack and to unpack, or None."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
 class BatchedWatch(Watch):
     """The same inside ``vmap``, whose rule for embeddings forgets the padding."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            # It would call the function again outside, with tensors that exist only inside.
+            raise ForeignError(
+                "it computes a part again in the backward, by torch.utils.checkpoint"
+            )
         if func is functional.embedding:
             return embedding(*args, **(kwargs or {}))
+        if func is torch.embedding:
+            return _plain_embedding(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _plain_embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``torch.embedding``, which has no padding below zero."""
+    padding = padding_idx if padding_idx >= 0 else None
+    found = torch.embedding(weight, indices, -1, *args, **kwargs)
+    return found if padding is None else _without_padding(found, indices, padding)
 
 
 def embedding(
@@ -83,8 +106,11 @@ def embedding(
     found = functional.embedding(input, weight, None, max_norm, *args, **kwargs)
     if padding_idx is None:
         return found
-    padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
-    return torch.where(padding, found.detach(), found)
+    return _without_padding(found, input, padding_idx % weight.shape[0])
+
+
+def _without_padding(found: Tensor, indices: Tensor, padding: int) -> Tensor:
+    return torch.where((indices == padding).unsqueeze(-1), found.detach(), found)
 
 
 class Draws:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,9 @@ class AdaptedTasks:
 
     def __len__(self) -> int:
         return len(self.each)
+
+    def __iter__(self) -> Iterator[Adapted]:
+        return iter(self.each)
 
     @property
     def params(self) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
+import ctypes
 import enum
 import functools
 import itertools
@@ -31,6 +33,7 @@ _MEMBERS = (
     functools.partialmethod,
     functools.cached_property,
 )
+_COPIED = frozenset({list, tuple, dict, set, collections.OrderedDict, collections.deque})
 _MEMORY = (bytearray, memoryview, array.array)
 _DEPTH = 50
 _MOST = 200_000  # values: a look at everything must not take longer than the program
@@ -55,10 +58,11 @@ class _Print(tuple[Any, ...]):
 def fingerprint(*roots: Any) -> tuple[Any, ...]:
     """Values that differ if a program recorded from ``roots`` could be another one.
 
-    Numbers, strings and flags by value; tensors and everything else by identity. Followed are
-    closures, globals that functions name, defaults, partials, bound objects, containers,
-    attributes, the methods and attributes of classes, and hooks of all modules. What cannot be
-    looked through is refused: a change in it would go unnoticed.
+    Numbers, strings and flags by value; tensors and everything else by identity, tensors that are
+    attributes of a module by content too. Followed are closures, context variables, globals that
+    functions name, defaults, partials, bound objects, containers, attributes, the methods and
+    attributes of classes, and hooks of all modules. What cannot be looked through is refused: a
+    change in it would go unnoticed.
     """
     seen: dict[int, Any] = {}
     found: list[Any] = []
@@ -154,6 +158,13 @@ def _of_reference(value: weakref.ref[Any]) -> Iterable[Any]:
     return (value(),)
 
 
+def _of_variable(value: contextvars.ContextVar[Any]) -> Iterable[Any]:
+    try:
+        return (value.get(),)
+    except LookupError:
+        return ()
+
+
 def _of_held_module(module: types.ModuleType) -> Iterable[Any]:
     """Its plain values: what code reads of it is not known."""
     if _is_library(module.__name__):
@@ -169,7 +180,8 @@ def _of_optimizer(value: torch.optim.Optimizer) -> Iterable[Any]:
 
 def _of_layer(module: nn.Module) -> Iterable[Any]:
     own = [name for name in vars(module) if name not in _INTERNAL]
-    found: list[Any] = [tuple(own), *(vars(module)[name] for name in own)]
+    values = [vars(module)[name] for name in own]
+    found: list[Any] = [tuple(own), *values, *_copies(values)]
     for given in (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -183,6 +195,32 @@ def _of_layer(module: nn.Module) -> Iterable[Any]:
         found += given.values()
     found.append(type(module))
     return found
+
+
+def _copies(values: Iterable[Any], depth: int = 5) -> Iterator[Any]:
+    """The content of tensors that are plain attributes: a replica has copies of its own."""
+    for value in values:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                yield from _content(value)
+        elif type(value) in _COPIED and depth:
+            yield from _copies(value.values() if isinstance(value, dict) else value, depth - 1)
+
+
+def _content(value: Tensor) -> tuple[Any, ...]:
+    """When it was last written to, where it is, and its bytes if there are few.
+
+    A write to ``.data`` leaves no other trace.
+    """
+    version = 0 if value.is_inference() else value._version
+    if value.layout is not torch.strided:
+        return (version,)
+    at, size = value.data_ptr(), value.numel() * value.element_size()
+    if not value.is_cpu or not value.is_contiguous() or not 0 < size <= _BYTES:
+        return version, at
+    return version, at, ctypes.string_at(at, size)
 
 
 def _of_class(kind: type) -> Iterable[Any]:
@@ -272,6 +310,7 @@ _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
     (type, _of_class),
     (types.ModuleType, _of_held_module),
     (weakref.ref, _of_reference),
+    (contextvars.ContextVar, _of_variable),
     (_OPAQUE, None),
 )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop._ambient import devices_of, preserved
-from innerloop._mapped import NotBatchableError
+from innerloop._mapped import NotBatchableError, first_line
 from innerloop._watch import Draws, ForeignError, Watch
 from innerloop.tasks._loop import loop
 from innerloop.tasks._threads import threads
@@ -89,15 +89,20 @@ def _tried(
             before = torch.get_rng_state()
             try:
                 losses, why = _losses(way, tasks)
+                if losses is None:
+                    return Trial(way, None, why)
+                if not inputs or not losses.requires_grad:
+                    return None
+                random = not torch.equal(before, torch.get_rng_state()) or draws.undone()
+                grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
+                _synchronize(tasks.device)
             except NotBatchableError as error:
-                losses, why = None, str(error)
-            if losses is None:
-                return Trial(way, None, why)
-            if not inputs or not losses.requires_grad:
-                return None
-            random = not torch.equal(before, torch.get_rng_state()) or draws.undone()
-            grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
-            _synchronize(tasks.device)
+                return Trial(way, None, str(error))
+            except (RuntimeError, TypeError, ValueError) as error:
+                # The loop has worked, or would have raised the same.
+                if isinstance(way, loop):
+                    raise
+                return Trial(way, None, f"{type(error).__name__}: {first_line(error)}")
         took = time.perf_counter() - start
         best = took if best is None else min(best, took)
         found: list[Tensor | None] = [losses.detach(), *grads]

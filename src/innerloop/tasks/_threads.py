@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import threading
@@ -13,12 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from innerloop import _captured, _tree
 from innerloop._ambient import Autocast
 from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable
-from innerloop._watch import Draws, ForeignError, Watch
+from innerloop._watch import Draws, ForeignError, Watch, saved_tensor_hooks
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, Way, warn_of_loop
@@ -57,12 +60,15 @@ class threads(Way):
             found, why = self.tried(tasks)
             if found is not None:
                 return found
-            self._refused.add(tasks.mark)
+            if not _context_of_thread():  # That may be another one in the next call.
+                self._refused.add(tasks.mark)
             warn_of_loop(self, why)
         return loop().run(tasks)
 
     def tried(self, tasks: Any) -> tuple[Ended | None, str]:
         """The result, or why there is none."""
+        if why := _context_of_thread():
+            return None, why
         before = torch.get_rng_state()
         count = min(self.n or torch.get_num_threads(), tasks.count)
         each = [_Task(tasks, t) for t in range(tasks.count)]
@@ -185,8 +191,21 @@ def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) ->
     if getattr(_local, "at_work", False):
         # In a task of other tasks: the threads are taken, and would wait for themselves.
         return [function(item) for item in items]
+    # What the caller has set for itself by a ContextVar holds for the tasks too.
+    contexts = [contextvars.copy_context() for _ in items]
     with _one_core_each():
-        return list(_pool(count).map(function, items))
+        return list(_pool(count).map(lambda c, item: c.run(function, item), contexts, items))
+
+
+def _context_of_thread() -> str:
+    """What the calling thread has around it that other threads have not, as a reason."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    for mode in modes:
+        if type(mode).__module__.partition(".")[0] != "innerloop":
+            return f"that {type(mode).__name__} is active, which is so for one thread only"
+    if saved_tensor_hooks() is not None:
+        return "that hooks for saved tensors are active, which is so for one thread only"
+    return ""
 
 
 @functools.cache
