@@ -95,6 +95,13 @@ _IMAGES = _LOOPS | {
     "torch.func": ("vmap",),
     "jax": ("vmap", "vmap scan", "loop"),
 }
+# d, e and f are c with other sizes, and calls that take long: what is fastest in c, and `Remat`.
+_LARGE_IMAGES = _LOOPS | {
+    "innerloop": ("auto", "threads", "vmap", "threads Remat"),
+    "torchopt": ("vmap",),
+    "torch.func": ("vmap",),
+    "jax": ("loop",),
+}
 _ONE_TASK = _LOOPS | {
     "innerloop": ("Tape", "Remat", "step"),
     "torchopt": ("loop",),
@@ -146,10 +153,19 @@ CASES = (
         ways=_MANY_SMALL | {"jax": ("vmap", "vmap safe", "vmap scan safe")},
     ),
     _OMNIGLOT,
-    replace(_OMNIGLOT, name="d", about="the same 20-way", sizes={"way": 20}, support=20, query=100),
+    replace(
+        _OMNIGLOT,
+        name="d",
+        about="the same 20-way",
+        sizes={"way": 20},
+        support=20,
+        query=100,
+        ways=_LARGE_IMAGES,
+    ),
     replace(
         _OMNIGLOT,
         name="e",
+        ways=_LARGE_IMAGES,
         about="mini-ImageNet-shaped, 84x84, 48 filters, 5-way 1-shot, 2 tasks x 5 steps",
         sizes={"way": 5, "channels": 48, "colours": 3, "size": 84},
         query=75,
@@ -158,6 +174,7 @@ CASES = (
     replace(
         _OMNIGLOT,
         name="f",
+        ways=_LARGE_IMAGES,
         about="resnet-12 (32-64-128-256), 28x28, 5-way 1-shot, 2 tasks x 5 steps",
         network="resnet12",
         sizes={"way": 5, "channels": 32},
