@@ -297,9 +297,10 @@ def step(
         tensors = [params[m] for m in members]
         group = groups[place[members[0]][0]]
         hyper = seen_by_block(family, groups, [place[m] for m in members], tensors, sizes)
-        if family.light(hyper) and not any(_many(value) for value in _components(hyper)):
-            for m in members:
-                alone = _packed(family, moving, [params[m]], [grads[m]], hyper, group, None, params)
+        each = _of_members(hyper, len(members)) if family.light(hyper) else None
+        if each is not None:
+            for m, own in zip(members, each, strict=True):
+                alone = _packed(family, moving, [params[m]], [grads[m]], own, group, None, params)
                 new[m] = unpack(family.update(alone)[0], [params[m]])[0]
             new_state.append(moving)
             continue
@@ -389,6 +390,21 @@ def _uncounted(name: str, slot: Any) -> Any:
 
 def _many(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _of_members(hyper: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
+    """The settings of each member of a block; ``None`` if single elements have their own."""
+    many = [value for value in _components(hyper) if _many(value)]
+    if any(value.shape != (count,) for value in many):
+        return None
+    own = {id(value): value.unbind() for value in many}
+
+    def of(value: Any, i: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(of(part, i) for part in value)
+        return own[id(value)][i] if id(value) in own else value
+
+    return [{name: of(value, i) for name, value in hyper.items()} for i in range(count)]
 
 
 def _per_element(value: Any, flat: Tensor) -> bool:
