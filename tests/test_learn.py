@@ -50,6 +50,7 @@ GROUPS = (("matrix", "scale", "shift"), ("last",), ("both", "square"))
 
 FAMILIES = {
     "SGD": (optim.SGD, Sgd, dict(lr=0.1, momentum=0.6, weight_decay=0.05)),
+    "plain SGD": (optim.SGD, Sgd, dict(lr=0.1, weight_decay=0.05)),
     "Adam": (optim.Adam, Adam, dict(lr=0.04, betas=(0.7, 0.9), eps=0.01, weight_decay=0.03)),
 }
 SETTINGS = [(family, name) for family, (*_, settings) in FAMILIES.items() for name in settings]
@@ -98,9 +99,9 @@ def grouped(model, family, groups=GROUPS):
 class Reference:
     """The settings of each step and parameter, by hand, out of the loop's own meta-parameters."""
 
-    def __init__(self, inner, learned, transforms, groups=GROUPS):
+    def __init__(self, inner, learned, transforms, groups=GROUPS, family=None):
         self.inner, self.learned, self.transforms = inner, learned, transforms
-        self.family = type(inner.optimizer).__name__
+        self.family = family or type(inner.optimizer).__name__
         self.names = [name for group in groups for name in group]
         self.group_of = {name: g for g, group in enumerate(groups) for name in group}
 
@@ -166,7 +167,7 @@ def assert_as_by_hand(family, name, per, transform):
 
     parameters = list(inner.parameters())
     perturb(parameters)
-    reference = Reference(inner, {name: per}, {name: TRANSFORMS[transform][1]})
+    reference = Reference(inner, {name: per}, {name: TRANSFORMS[transform][1]}, family=family)
     value = reference.value(train, val)
     found = inner(train, val)
     assert_close([found], [value])
@@ -240,6 +241,32 @@ def learned_gradient(model, groups, per, train, val, name="lr", family="SGD"):
     inner = il.InnerLoop(model, optimizer, squares, learn={name: as_learn(per)})
     grads = torch.autograd.grad(inner(train, val), list(inner.parameters()))
     return list(grads) if len(grads) > 1 else grads[0]
+
+
+def test_rates_of_parameters_keep_no_more_than_one_rate():
+    """A tape has the gradients to keep, whatever they are multiplied with."""
+    model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1))
+    *train, val = batches(6)
+    kept = {}
+    for per in ("group", "parameter"):
+        inner = il.InnerLoop(
+            model,
+            optim.SGD(model.parameters(), lr=0.1),
+            squares,
+            learn={"lr": as_learn(per)},
+            backward=il.Tape(),
+        )
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = inner(train, val)
+        kept[per] = sum(storage.nbytes() for storage in storages.values())
+        del loss
+    assert kept["parameter"] < 1.05 * kept["group"]
 
 
 def test_a_coarser_gradient_is_the_sum_of_the_finer_ones():
