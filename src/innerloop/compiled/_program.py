@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,10 +19,6 @@ from innerloop._tree import differentiable
 from innerloop._watch import Draws, ForeignError, Watch
 
 Flat = Callable[..., Sequence[Tensor]]
-
-_TRIALS = 9
-_LONG = 0.05  # seconds: operations of a program that takes longer are large, or very many
-_GAIN = 0.9  # of the time on all cores, to be worth a change
 
 
 class NotCompilableError(Exception):
@@ -73,24 +67,7 @@ class Recorded:
             options = self._launched() | (options or {})
             program: Any = _inductor.compile(self.graph, self.inputs, options=options)  # type: ignore[arg-type]
             self._check(program)
-            if self._is_faster_alone(program):
-                program = _alone(program)
         return _uncast(program)
-
-    def _is_faster_alone(self, program: Flat) -> bool:
-        """Whether one core does it faster: to divide small operations can take longer than they."""
-        if torch.get_num_threads() == 1 or not all(t.is_cpu for t in self.inputs):
-            return False
-        runs = {"all": program, "one": _alone(program)}
-        took: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(_TRIALS):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run(*self.inputs)
-                took[name].append(time.perf_counter() - start)
-            if took["all"][0] > _LONG:
-                return False
-        return statistics.median(took["one"]) < _GAIN * statistics.median(took["all"])
 
     def _launched(self) -> dict[str, Any]:
         """Kernels are called from C++ on the CPU: from Python, calls take as long as small ones."""
@@ -138,20 +115,6 @@ def _shaped_by_values(node: torch.fx.Node) -> bool:
         return True
     indices = [i.meta.get("val") for i in node.args[1] if i is not None]  # type: ignore[union-attr]
     return any(not isinstance(i, Tensor) or i.dtype in (torch.bool, torch.uint8) for i in indices)
-
-
-def _alone(program: Flat) -> Flat:
-    """The same on one core; the setting of the caller comes back."""
-
-    def run(*tensors: Tensor) -> Sequence[Tensor]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return program(*tensors)
-        finally:
-            torch.set_num_threads(before)
-
-    return run
 
 
 def _uncast(program: Flat) -> Flat:
