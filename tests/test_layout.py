@@ -22,7 +22,8 @@ CORE = FOUNDATIONS | {
     "functional",
     "optim",
 }
-AROUND = {"_ambient", "_captured", "_deferred", "_gradient", "_linear", "_mapped", "_memory"}
+AROUND = {"_allocator", "_ambient", "_captured", "_deferred", "_gradient", "_linear", "_mapped"}
+AROUND |= {"_memory"}
 STEP = {"state", "_evaluation", "_task_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
@@ -37,6 +38,7 @@ ALLOWED = {
     "_rebind": set(),
     "functional": FOUNDATIONS | {"_kernels", "_rebind"},
     "optim": FOUNDATIONS,
+    "_allocator": set(),
     "_ambient": {"errors"},
     "_captured": FOUNDATIONS,
     "_deferred": {"errors", "_tree"},

@@ -1,6 +1,7 @@
 """Tasks in threads: the loop's numbers, what threads must not share, and what runs in a loop."""
 
 import contextvars
+import os
 import subprocess
 import sys
 import threading
@@ -154,6 +155,84 @@ def test_backward_twice_with_retain_graph():
     one = gradients(losses[1], inner)
     assert_same(again, first)
     assert_same(one, gradients(inner(train, val, tasks=LOOP)[1], inner))
+
+
+def collecting():
+    """A loop whose validation loss leaves a term elsewhere, and that place."""
+    left = []
+
+    def measured(model, batch):
+        left.append(model(batch[0]).square().mean())
+        return squares(model, batch)
+
+    return *built(val_loss=measured), left
+
+
+def test_terms_that_the_loss_leaves_elsewhere_have_their_gradient():
+    inner, train, val, left = collecting()
+    found = []
+    for way in (two(), LOOP):
+        left.clear()
+        total = inner(train, val, tasks=way).sum() + sum(left)
+        found.append(gradients(total, inner, retain_graph=True))
+    assert_same(*found)
+
+
+def test_such_terms_need_the_graph_a_second_time():
+    inner, train, val, left = collecting()
+    total = inner(train, val, tasks=two()).sum() + sum(left)
+    with pytest.raises(RuntimeError, match="second time"):
+        total.backward()
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, with a derivative that is not linear in what comes back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.01, 0.01)
+
+
+def test_a_backward_that_is_not_linear():
+    inner, train, val = built(
+        loss=lambda model, batch: (Clipped.apply(model(batch[0])) - batch[1]).square().mean()
+    )
+    assert_alike(inner, train, val)
+
+
+def test_a_task_that_diverged_and_is_left_out():
+    inner, train, val = built(lambda: nn.Linear(2, 1))
+    train = [(torch.stack([x[0], 1e60 * x[1], x[2]]), y) for x, y in train]
+    found = []
+    for way in (two(), LOOP):
+        losses = inner(train, val, tasks=way)
+        assert losses[1] > 1e100
+        found.append(gradients(losses[losses < 1e100].mean(), inner))
+    assert_same(*found)
+
+
+FORKED = """
+import os, torch, innerloop as il
+
+model, batch = torch.nn.Linear(2, 2), torch.ones(3, 4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inner = il.InnerLoop(model, optimizer, lambda model, batch: model(batch).square().mean())
+inner([batch], batch, tasks=il.tasks.threads(2)).sum().backward()
+child = os.fork()
+if child == 0:
+    inner([batch], batch, tasks=il.tasks.threads(2)).sum().backward()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_threads_after_a_fork():
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
 
 
 def test_a_second_backward_without_retain_graph_is_refused_as_by_torch():

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     if argv is None:  # otherwise this is somebody else's process
-        importlib.import_module("innerloop.experiments._allocator").keep_freed()
+        importlib.import_module("innerloop._allocator").keep_freed()
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
     except ModuleNotFoundError as missing:

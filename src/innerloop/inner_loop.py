@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
+from innerloop._allocator import keep_freed_if_again
 from innerloop._captured import reaches
 from innerloop._evaluation import check_unwritten, versions_of
 from innerloop._parts import (
@@ -140,6 +141,8 @@ class InnerLoop(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
         way = self._way(tasks)
+        if torch.is_grad_enabled():
+            keep_freed_if_again(self)
         if self._compiler is not None and torch.is_grad_enabled():
             batches = list(as_batches(train))
             try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _captured, _deferred, _tree
+from innerloop._allocator import keep_freed_for
 from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
 from innerloop._gradient import refuse_higher
 from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
@@ -80,6 +81,7 @@ class Walk:
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
+        keep_freed_for(self)
         with torch.no_grad(), self.autocast.restored(), _captured.watching() as watch:
             final = self._climb(_tree.unflatten(self.own, spec), watch)
         self.final, self.final_spec = _tree.flatten(final)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from innerloop._allocator import freed_kept
 from innerloop._ambient import devices_of, preserved
 from innerloop._mapped import NotBatchableError, first_line
 from innerloop._watch import Draws, ForeignError, Watch
@@ -17,7 +18,7 @@ from innerloop.tasks._threads import threads
 from innerloop.tasks._vmap import vmap
 from innerloop.tasks._way import Ended, Way
 
-_SHORT = 0.5  # seconds: shorter trials are repeated
+_SHORT = 2.0  # seconds: shorter trials are repeated, since a first one also fills caches
 
 
 class Trial(NamedTuple):
@@ -51,11 +52,12 @@ class auto(Way):
         expected: list[Tensor | None] = []
         trials = []
         try:
-            for way in ways:
-                trial = _tried(way, tasks, inputs, expected)
-                if trial is None:
-                    return
-                trials.append(trial)
+            with freed_kept():  # As it will be in later calls.
+                for way in ways:
+                    trial = _tried(way, tasks, inputs, expected)
+                    if trial is None:
+                        return
+                    trials.append(trial)
         except ForeignError as error:
             # Trials must not use up a generator.
             self.chosen, self.trials = loop(), tuple(Trial(w, None, str(error)) for w in ways[1:])

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from innerloop import _captured, _tree
+from innerloop._allocator import share_freed
 from innerloop._ambient import Autocast
 from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable
@@ -113,7 +115,8 @@ class _Task:
         if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):
             return value
         if id(value) not in self.stand_ins:
-            self.stand_ins[id(value)] = (value, value.detach().requires_grad_())
+            # In the graph: what the loss leaves elsewhere leads to the caller's tensors too.
+            self.stand_ins[id(value)] = (value, value.view_as(value))
         return self.stand_ins[id(value)][1]
 
     @property
@@ -210,7 +213,12 @@ def _context_of_thread() -> str:
 
 @functools.cache
 def _pool(count: int) -> concurrent.futures.ThreadPoolExecutor:
+    share_freed()
     return concurrent.futures.ThreadPoolExecutor(count, "innerloop-tasks", initializer=_begin)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # Threads stay behind.
 
 
 def _begin() -> None:
