@@ -20,6 +20,7 @@ from innerloop.experiments._experiment import carry_out
 from innerloop.experiments._parts import Part, Parts
 from innerloop.experiments._ranks import Ranks
 from innerloop.experiments._run import Run
+from processes import leave_group
 
 UNITS = (3, 5, 1, 4, 7)
 
@@ -94,7 +95,7 @@ def walk(rank: int, count: int, folder: str, name: str, stop_in: int, stopped: i
     found = carry_out(walks, Config(out), Run(out), resume=out.exists(), quiet=True, ranks=ranks)
     assert (found is None) == (stop_in > 0)
     if count > 1:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def walked(folder: Path, name: str, count: int, *, stop_in: int = 0, stopped: int = 0) -> Any:

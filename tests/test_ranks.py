@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import innerloop as il
 from innerloop.experiments._ranks import ALONE, Ranks
+from processes import leave_group
 
 TASKS = 4
 STRATEGIES = {
@@ -66,7 +67,7 @@ def by_wrapper(rank: int, count: int, store: str) -> None:
     ranks = join(rank, count, store)
     found = {name: gradients(name, ranks) for name in STRATEGIES}
     torch.save(found, f"{store}.{rank}")
-    dist.destroy_process_group()
+    leave_group()
 
 
 def by_sum(rank: int, count: int, store: str) -> None:
@@ -93,7 +94,7 @@ def by_sum(rank: int, count: int, store: str) -> None:
     except il.InnerLoopError as error:
         found["error"] = str(error)
     torch.save(found, f"{store}.{rank}")
-    dist.destroy_process_group()
+    leave_group()
 
 
 def failing() -> None:
@@ -130,7 +131,7 @@ def by_shards(rank: int, count: int, store: str) -> None:
         except il.RequirementError as error:
             found[what] = str(error)
     torch.save(found, f"{store}.{rank}")
-    dist.destroy_process_group()
+    leave_group()
 
 
 def spawn(function: Any, count: int, folder: Path) -> list[Any]:
