@@ -24,7 +24,7 @@ def _status(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def _settle() -> int:
+def settle() -> int:
     """Give free memory back to the system and forget the peak so far. Returns what is resident."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -37,7 +37,7 @@ def _settle() -> int:
 
 def measured(run: Callable[[], object]) -> dict[str, float]:
     """Extra peak memory in bytes, and seconds."""
-    before = _settle()
+    before = settle()
     start = time.perf_counter()
     run()
     seconds = time.perf_counter() - start

@@ -134,9 +134,10 @@ class _Running(NamedTuple):
 def _start(plan: Plan, case: Case, result: Result, stack: contextlib.ExitStack) -> _Running:
     worker = stack.enter_context(plan.worker(case, result, "float32"))
     first = worker.ask("first", plan.limit)
+    about = {"large": case.large}
 
     def clock(calls: int) -> float:
-        return worker.ask("time", plan.limit, calls=calls)["seconds"]
+        return worker.ask("time", 2 * plan.limit, calls=calls, **about)["seconds"]
 
     def patient(calls: int) -> float:
         """What fails in its rounds must not end those of the others."""

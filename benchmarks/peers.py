@@ -71,27 +71,19 @@ def _pythons(systems: tuple[str, ...]) -> dict[str, Path | str]:
     return found
 
 
-def _compare(plan: Plan, cases: list[Case], systems: tuple[str, ...]) -> dict[str, list[Result]]:
+def _measure(plan: Plan, case: Case, systems: tuple[str, ...]) -> list[Result]:
+    """Gradients first, then time and memory."""
     import peer_data
     import peer_report
     import peer_run
 
-    found: dict[str, list[Result]] = {}
-    for case in cases:
-        peer_data.write(case, plan.folder / f"{case.name}.npz")
-        found[case.name] = []
-        for result in peer_run.compare(plan, case, systems):
-            print(peer_report.agreement_line(result), flush=True)
-            found[case.name].append(result)
-    return found
-
-
-def _measure(plan: Plan, case: Case, results: list[Result]) -> list[Result]:
-    import peer_report
-    import peer_run
-
+    peer_data.write(case, plan.folder / f"{case.name}.npz")
+    results = []
+    for result in peer_run.compare(plan, case, systems):
+        print(peer_report.agreement_line(result), flush=True)
+        results.append(result)
     results = [peer_run.weigh(plan, case, r) for r in peer_run.time(plan, case, results)]
-    print(f"\n{peer_report.details(case, results)}", flush=True)
+    print(f"\n{peer_report.details(case, results)}\n", flush=True)
     return results
 
 
@@ -109,10 +101,9 @@ def main() -> None:
         plan = Plan(pythons, Path(folder), args.threads, args.limit, args.rounds)
         if args.quick:
             plan = dataclasses.replace(plan, rounds=2, kept={})
-        agreed = _compare(plan, cases, args.systems)
         results: list[Result] = []
         for case in cases:
-            results += _measure(plan, case, agreed[case.name])
+            results += _measure(plan, case, args.systems)
             about["versions"] = plan.versions
             # After every case: a long run that is stopped has not been for nothing.
             written = peer_report.write(path, about, cases, results)
