@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.experiments import _rare_character as rare
 from innerloop.experiments import estimate
@@ -28,20 +29,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["estimate", *(word for pair in own.items() for word in pair), "--out", str(out)]
-
-
-def untimed(path: Path) -> str:
-    """Everything a run found except how long it took."""
-
-    def without(record: dict) -> dict:
-        return {k: v for k, v in record.items() if k != "seconds"}
-
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    result = json.loads((path / "result.json").read_text())
-    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+flags = flags_of("estimate", TINY)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
+from commands import flags_of, read, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _hyperopt_problem as problems
@@ -38,20 +39,7 @@ TINY = {
 WHATS = tuple(problems.RANGES)
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["hyperopt", *(word for pair in own.items() for word in pair), "--out", str(out)]
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads((path / "result.json").read_text())
-
-
-def untimed(path: Path) -> str:
-    """Everything a run found except how long it took."""
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    found = [*map(json.loads, lines), read(path)]
-    return json.dumps([{k: v for k, v in f.items() if k not in ("seconds", "cpu")} for f in found])
+flags = flags_of("hyperopt", TINY)
 
 
 def tiny(what: str, backward: Any = None, size: int = 8, **changed: Any) -> problems.Problem:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import innerloop as il
+from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import learned_loss
@@ -228,20 +229,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["learned-loss", *(word for pair in own.items() for word in pair), "--out", str(out)]
-
-
-def untimed(path: Path) -> str:
-    """Everything a run found except how long it took."""
-
-    def without(record: dict) -> dict:
-        return {k: v for k, v in record.items() if k != "seconds"}
-
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    result = json.loads((path / "result.json").read_text())
-    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+flags = flags_of("learned-loss", TINY)
 
 
 @pytest.fixture(scope="module")

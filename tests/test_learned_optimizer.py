@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import flags_of, read, untimed
 from innerloop.__main__ import main
 from innerloop.experiments import _tuned, learned_optimizer
 from innerloop.experiments._meta_trained import MetaTraining
@@ -29,16 +30,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    words = [word for pair in own.items() for word in pair]
-    return ["learned-optimizer", *words, "--out", str(out)]
-
-
-def found(folder: Path) -> dict:
-    result = json.loads((folder / "result.json").read_text())
-    del result["seconds"]
-    return result
+flags = flags_of("learned-optimizer", TINY)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +57,7 @@ def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[s
     assert main(["learned-optimizer", "--resume", str(whole)]) == 0  # says the result once more
     for name in ("config.json", "metrics.jsonl", "quadratics.png", "quadratics.svg"):
         assert (whole / name).stat().st_size > 0
-    result = found(whole)
+    result = read(whole)
     by = result["summary"]["quadratics"]
     assert set(by) == {"lstm", "sgd", "adam", "rmsprop"}
     assert set(by["lstm"]) == {"4", "6"} and set(by["lstm"]["4"]) == {"mean", "final"}
@@ -78,9 +70,9 @@ def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
     assert main(flags(tmp_path / "again")) == 0
-    assert found(tmp_path / "again") == found(whole)
+    assert untimed(tmp_path / "again") == untimed(whole)
     assert main(flags(tmp_path / "other", seed="7")) == 0
-    assert found(tmp_path / "other")["cells"] != found(whole)["cells"]
+    assert read(tmp_path / "other")["cells"] != read(whole)["cells"]
 
 
 @pytest.mark.parametrize("whole, after", [({}, 1), ({}, 3), ({}, 5), (PES, 1)], indirect=["whole"])
@@ -102,13 +94,13 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         assert main(flags(folder, **how)) == 130
     assert not (folder / "result.json").exists()
     assert main(["learned-optimizer", "--resume", str(folder)]) == 0
-    assert found(folder) == found(whole)
+    assert untimed(folder) == untimed(whole)
 
 
 @pytest.mark.parametrize("optimizer", ["mlp", "meta-sgd", "lslr"])
 def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
     assert main(flags(tmp_path / "run", optimizer=optimizer, seeds="1")) == 0
-    assert optimizer in found(tmp_path / "run")["summary"]["quadratics"]
+    assert optimizer in read(tmp_path / "run")["summary"]["quadratics"]
 
 
 def test_by_binomial(tmp_path: Path) -> None:
@@ -118,7 +110,7 @@ def test_by_binomial(tmp_path: Path) -> None:
 def test_digits(tmp_path: Path) -> None:
     few = {"problem": "both", "seeds": "1", "digits_episodes": "1", "digits_held_out": "4"}
     assert main(flags(tmp_path / "run", **few)) == 0
-    result = found(tmp_path / "run")
+    result = read(tmp_path / "run")
     assert set(result["summary"]) == {"quadratics", "digits"}
     assert (tmp_path / "run" / "digits.png").stat().st_size > 0
 
@@ -189,7 +181,7 @@ def test_an_episode_goes_on_from_window_to_window() -> None:
 def test_the_lstm_is_below_tuned_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert main(["learned-optimizer", "--problem", "quadratics", "--out", str(tmp_path / "o")]) == 0
-    by = found(tmp_path / "o")["summary"]["quadratics"]
+    by = read(tmp_path / "o")["summary"]["quadratics"]
     assert by["lstm"]["100"]["mean"]["mean"] < by["adam"]["100"]["mean"]["mean"]
 
 

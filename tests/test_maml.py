@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
@@ -37,20 +38,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["maml", *(word for pair in own.items() for word in pair), "--out", str(out)]
-
-
-def untimed(path: Path) -> str:
-    """Everything a run found except how long it took."""
-
-    def without(record: dict) -> dict:
-        return {k: v for k, v in record.items() if k != "seconds"}
-
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    result = json.loads((path / "result.json").read_text())
-    return json.dumps([*(without(json.loads(line)) for line in lines), without(result)])
+flags = flags_of("maml", TINY)
 
 
 @pytest.fixture(scope="module")

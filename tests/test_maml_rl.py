@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
 import innerloop as il
+from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.experiments import maml_rl
 from innerloop.experiments._worlds import WORLDS, CartPole, Navigation
@@ -28,16 +28,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["maml-rl", *(word for pair in own.items() for word in pair), "--out", str(out)]
-
-
-def untimed(folder: Path) -> str:
-    """Everything a run found except how long it took."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [*lines, json.loads((folder / "result.json").read_text())]
-    return json.dumps([{k: v for k, v in one.items() if k != "seconds"} for one in found])
+flags = flags_of("maml-rl", TINY)
 
 
 @pytest.mark.parametrize("world", WORLDS)

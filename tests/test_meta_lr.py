@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _pictures, meta_lr
@@ -40,9 +41,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INNERLOOP_DATA", raising=False)
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["meta-lr", *(word for pair in own.items() for word in pair), "--out", str(out)]
+flags = flags_of("meta-lr", TINY)
 
 
 def config(**changed: object) -> meta_lr.Config:
@@ -79,11 +78,6 @@ def rates(made: Cell) -> list[float]:
 def records(path: Path) -> list[dict]:
     found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k != "seconds"} for r in found]
-
-
-def untimed(path: Path) -> str:
-    result = json.loads((path / "result.json").read_text())
-    return json.dumps([records(path), {k: v for k, v in result.items() if k != "seconds"}])
 
 
 @pytest.fixture(scope="module")

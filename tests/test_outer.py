@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from commands import flags_of
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError, InnerLoopError
@@ -31,9 +32,7 @@ TINY = {
 }
 
 
-def flags(out: Path, **changed: str) -> list[str]:
-    own = TINY | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    return ["maml", *(word for pair in own.items() for word in pair), "--out", str(out)]
+flags = flags_of("maml", TINY)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commands import read, without_times
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._experiment import carry_out
 from innerloop.experiments._parts import Part, Parts
@@ -174,16 +175,10 @@ def test_every_experiment_can_be_shared(name: str, tmp_path: Path) -> None:
             capture_output=True,
             timeout=600,
         )
-    results = [json.loads((tmp_path / out / "result.json").read_text()) for out in ("one", "two")]
+    results = [read(tmp_path / out) for out in ("one", "two")]
     if name == "sine":  # its tasks are shared, so sums are in another order
         ours, theirs = (r["mean_squared_error"]["MAML"]["mean"] for r in results)
         assert ours == pytest.approx(theirs, rel=1e-4)
     else:
-        ours, theirs = map(_untimed, results)
+        ours, theirs = map(without_times, results)
         assert ours == theirs
-
-
-def _untimed(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {k: _untimed(v) for k, v in found.items() if k not in ("seconds", "cpu")}
-    return [_untimed(v) for v in found] if isinstance(found, list) else found
