@@ -26,7 +26,7 @@ test: $(VENV)/dev.stamp ## lint, type check, tests and docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: ## time and memory of innerloop and its peers (makes their environments; two or three hours)
+bench: ## time and memory of innerloop and its peers (makes their environments; two hours)
 	$(PYTHON) benchmarks/peers.py
 
 bench-eager: ## time innerloop_ctx against higher (some minutes)

@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--systems", metavar="A,B", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int, help="default: as many as a minute allows, 5 to 25")
     parser.add_argument("--threads", type=int, default=2, help="default: 2")
-    parser.add_argument("--limit", type=float, default=120, help="seconds per call (default: 120)")
+    parser.add_argument("--limit", type=float, default=240, help="seconds per call (default: 240)")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="default: benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
     args = parser.parse_args()
