@@ -100,3 +100,32 @@ def test_running_statistics_are_updated_in_place():
     F.batch_norm(x, *reference, training=True, momentum=0.3)
     assert torch.equal(mean, reference[0])
     assert torch.equal(var, reference[1])
+
+
+def test_a_loss_that_takes_derivatives_by_torch_func():
+    """torch's own third derivative is wrong there (pytorch#186256)."""
+    layers = [nn.Linear(3, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(5, 1))
+    x, y = torch.randn(6, 3), torch.randn(6, 1)
+
+    def penalty(model, x):
+        return torch.func.grad(lambda x: model(x).pow(2).sum())(x).square().mean()
+
+    def by_autograd(model, x):
+        x = x.detach().requires_grad_()
+        total = model(x).pow(2).sum()
+        return torch.autograd.grad(total, x, create_graph=True)[0].square().mean()
+
+    def gradient(own):
+        def loss(model, batch):
+            return F.mse_loss(model(batch[0]), batch[1]) + own(model, batch[0])
+
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = il.InnerLoop(model, sgd, loss, val_loss=by_batch)
+        return torch.autograd.grad(inner([(x, y)] * 2, (x, y)), list(model.parameters()))
+
+    def by_batch(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    for found, expected in zip(gradient(penalty), gradient(by_autograd), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -328,6 +328,25 @@ def test_numbers_deep_in_the_model():
 
 
 @each_unit
+def test_functions_in_a_batch(unit):
+    """What they read may change."""
+    factor = [1.0]
+
+    def scaled(value):
+        return factor[0] * value
+
+    def loss(model, batch):
+        return batch[2](squares(model, batch[:2]))
+
+    inner, train, val = built(unit, loss, tasks=())
+    train, val = [(*batch, scaled) for batch in train], (*val, scaled)
+    with pytest.warns(UserWarning, match="function among the batches"):
+        assert_follows(inner, train, val, False, used=False)
+    factor[0] = 2.0
+    assert_follows(inner, train, val, False, used=False)
+
+
+@each_unit
 def test_settings_of_the_optimizer(unit):
     inner, train, val = built(
         unit,

@@ -1,9 +1,11 @@
 """What a compiled program took for constants: changes are noticed, and nothing else is."""
 
 import array
+import ctypes
 import enum
 import functools
 import gc
+import logging
 import types
 import weakref
 from collections.abc import Callable
@@ -74,6 +76,20 @@ class Bound(functools.partial[float]):
     scale = 1.0
 
 
+class Hidden:
+    __slots__ = ("__scale",)
+
+    def __init__(self) -> None:
+        self.__scale = 1.0
+
+    def change(self) -> None:
+        self.__scale = 2.0
+
+
+def _scaled_in_class(config: Any) -> None:
+    config.value.own.scale = 2.0
+
+
 _ALIVE = Named()  # A weak reference needs somebody else who holds it.
 
 
@@ -104,6 +120,13 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "attribute of a partial": (lambda: Bound(float), _scaled_by_two),
     "value of a module": (_module, _scaled_by_two),
     "referent": (lambda: weakref.ref(_ALIVE), _grown),
+    "number of C": (lambda: ctypes.c_double(1.0), lambda config: setattr(config.value, "value", 2)),
+    "array of C": (lambda: (ctypes.c_int * 2)(), _written),
+    "hidden slot": (Hidden, lambda config: config.value.change()),
+    "object of a class": (
+        lambda: type("Shared", (), {"own": types.SimpleNamespace(scale=1.0)}),
+        _scaled_in_class,
+    ),
 }
 
 
@@ -177,6 +200,61 @@ def test_hooks_of_all_modules_are_noticed(kind: str) -> None:
     finally:
         hook.remove()
     assert fingerprint(None) == before
+
+
+def test_attributes_of_modules_that_are_read_by_name_are_noticed() -> None:
+    settings = _module()
+    names = {"settings": settings}
+    code = "def read(name): return getattr(settings, name)"
+    exec(code, names)
+    before = fingerprint(names["read"])
+    settings.__dict__["scale"] = 2.0
+    assert fingerprint(names["read"]) != before
+
+
+def test_parameters_that_change_their_group_are_noticed() -> None:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups)
+    before = fingerprint(optimizer)
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    assert fingerprint(optimizer) != before
+
+
+def _anywhere() -> Any:
+    return globals()["_MODULE"]
+
+
+def _evaluated() -> Any:
+    return [eval("_MODULE") for _ in range(1)]
+
+
+@pytest.mark.parametrize("function", [_anywhere, _evaluated])
+def test_code_that_may_read_anything_is_refused(function: Callable[[], Any]) -> None:
+    with pytest.raises(NotCompilableError, match="may read anything"):
+        fingerprint(function)
+
+
+def test_a_method_with_the_name_of_a_builtin_is_not() -> None:
+    fingerprint(lambda model: model.eval())
+
+
+def test_loggers_are_not_looked_through() -> None:
+    logger = logging.getLogger("of a loss")
+    before = fingerprint(logger)
+    logger.setLevel(logging.DEBUG)
+    assert fingerprint(logger) == before
+
+
+@functools.lru_cache
+def _configuration() -> types.SimpleNamespace:
+    return types.SimpleNamespace(scale=1.0)
+
+
+def test_functions_with_a_cache_are_refused() -> None:
+    with pytest.raises(NotCompilableError, match="may change"):
+        fingerprint(_configuration)
 
 
 @pytest.mark.parametrize("make", [lambda: iter([1, 2]), lambda: weakref.proxy(_MODULE)])

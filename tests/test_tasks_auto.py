@@ -141,3 +141,16 @@ def test_data_that_asks_for_a_gradient_alone():
     (found,) = torch.autograd.grad(losses.sum(), [x])
     losses = inner([(x, y)], (x.detach(), y), tasks=LOOP)
     assert_same([found], torch.autograd.grad(losses.sum(), [x]))
+
+
+def test_a_loss_that_counts_its_calls():
+    calls = []
+
+    def counted(model, batch):
+        calls.append(1)
+        return squares(model, batch) * len(calls)
+
+    inner, train, val = built(loss=counted)
+    way = il.tasks.auto()
+    inner(train, val, tasks=way).sum().backward()
+    assert way.chosen == il.tasks.loop()

@@ -6,14 +6,15 @@ import array
 import collections
 import contextvars
 import ctypes
-import enum
+import dis
 import functools
 import itertools
+import logging
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,19 @@ from innerloop.compiled._program import NotCompilableError
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque)
-_MEMBERS = (
-    Tensor,
-    nn.Module,
-    type,
-    enum.Enum,
-    types.FunctionType,
-    types.SimpleNamespace,
-    functools.partial,
-    functools.partialmethod,
-    functools.cached_property,
+# What every class has from Python itself.
+_OF_PYTHON = (
+    types.BuiltinFunctionType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
 )
 _COPIED = frozenset({list, tuple, dict, set, collections.OrderedDict, collections.deque})
+_SIMPLE_C: type = ctypes.c_int.__mro__[1]
 _MEMORY = (bytearray, memoryview, array.array)
+_MEMORY += (_SIMPLE_C, ctypes.Array, ctypes.Structure, ctypes.Union)
 _DEPTH = 50
 _MOST = 200_000  # values: a look at everything must not take longer than the program
 _BYTES = 1 << 20
@@ -46,6 +47,9 @@ _EVERYWHERE = (
     nn.modules.module._global_backward_hooks,
     nn.modules.module._global_backward_pre_hooks,
 )
+_ANYWHERE = frozenset({"eval", "exec", "globals"})
+"""What reads names that are not in the code."""
+_BY_NAME = frozenset({"attrgetter", "getattr", "vars"})
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
 
 
@@ -103,6 +107,8 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
         return _tensor, None
     if issubclass(kind, torch.Generator | weakref.ProxyType) or hasattr(kind, "__next__"):
         return _refused, None
+    if issubclass(kind, functools._lru_cache_wrapper):
+        return _cached, None
     if issubclass(kind, _MEMORY):
         return _bytes, None
     if hasattr(kind, "tobytes") and hasattr(kind, "dtype"):
@@ -119,6 +125,11 @@ def _tensor(value: Tensor) -> Any:
 
 def _refused(value: Any) -> Any:
     raise NotCompilableError(f"it has a {type(value).__name__} of its own, which may change")
+
+
+def _cached(value: Any) -> Any:
+    """What it has returned may be changed, and is out of reach."""
+    return id(value) if _is_library(value.__module__) else _refused(value)
 
 
 def _bytes(value: Any) -> Any:
@@ -175,7 +186,7 @@ def _of_held_module(module: types.ModuleType) -> Iterable[Any]:
 
 
 def _of_optimizer(value: torch.optim.Optimizer) -> Iterable[Any]:
-    return [{n: v for n, v in group.items() if n != "params"} for group in value.param_groups]
+    return value.param_groups
 
 
 def _of_layer(module: nn.Module) -> Iterable[Any]:
@@ -241,8 +252,7 @@ def _member(kind: type) -> Callable[[Any], Any] | None:
         return lambda member: member.__func__
     if issubclass(kind, property):
         return lambda member: member.fget
-    followed = issubclass(kind, (*_PLAIN, *_CONTAINERS, *_MEMBERS)) or hasattr(kind, "tobytes")
-    return (lambda member: member) if followed else None
+    return None if issubclass(kind, _OF_PYTHON) else lambda member: member
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any]:
@@ -259,23 +269,38 @@ def _of_function(function: types.FunctionType) -> Iterable[Any]:
             found.append(cell.cell_contents)
         except ValueError:
             found.append(None)
-    for group in _names(code):
+    reads = _reads(code)
+    if anywhere := (reads.names & _ANYWHERE) - names.keys():
+        raise NotCompilableError(f"it calls {min(anywhere)}(), which may read anything")
+    for group in reads.groups:
         for name in group:
             value = names.get(name)
             if value is None:
                 value = sys.modules.get(name)
             if isinstance(value, types.ModuleType):
-                found += _of_module(value, group)
+                by_name = reads.names & _BY_NAME
+                found += _of_held_module(value) if by_name else _of_module(value, group)
             elif value is not None:
                 found.append(value)
     return found
 
 
+class _Reads(NamedTuple):
+    """What code names of its module."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """For a function and each that is defined in it, with attributes."""
+    names: frozenset[str]
+    """Without attributes."""
+
+
 @functools.cache
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """What a function, and each that is defined in it, names of its module."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return (code.co_names, *itertools.chain.from_iterable(map(_names, inner)))
+def _reads(code: types.CodeType) -> _Reads:
+    inner = [_reads(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    groups = itertools.chain.from_iterable(reads.groups for reads in inner)
+    loads = ("LOAD_GLOBAL", "LOAD_NAME")
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in loads}
+    return _Reads((code.co_names, *groups), frozenset(own).union(*(r.names for r in inner)))
 
 
 def _of_module(module: types.ModuleType, names: tuple[str, ...], depth: int = 3) -> Iterator[Any]:
@@ -300,7 +325,7 @@ def _of_object(value: Any) -> Iterable[Any]:
     return found
 
 
-_OPAQUE = types.BuiltinFunctionType | types.CodeType
+_OPAQUE = types.BuiltinFunctionType | types.CodeType | logging.Logger
 _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
     (types.MethodType, _of_method),
     (types.FunctionType, _of_function),
@@ -327,6 +352,12 @@ def _is_library(module: str | None) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = itertools.chain.from_iterable([n] if isinstance(n, str) else n for n in found)
-    return tuple(name for name in names if not name.startswith("__"))
+    found = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                found.append(name)
+            elif not name.endswith("__"):
+                found.append(f"_{base.__name__.lstrip('_')}{name}")
+    return tuple(found)

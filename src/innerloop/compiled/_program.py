@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -259,7 +260,8 @@ class Layout:
 
 def _plain(value: Any) -> Any:
     own = type(value).__module__.partition(".")[0] == "innerloop"
-    if not own and not _tree.plain(value):
+    may_change = isinstance(value, FunctionType | MethodType | ModuleType)
+    if may_change or (not own and not _tree.plain(value)):
         raise NotCompilableError(
             f"there is a {type(value).__name__} among the batches, settings or states, whose "
             "content may change; tensors in tuples, lists and dictionaries can be compiled"

@@ -211,6 +211,10 @@ def _second(
 def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     """What ``forward`` of torch's batch norms does, through :func:`batch_norm` where it applies."""
     by_batch = module.training or (module.running_mean is None and module.running_var is None)
+    if by_batch and _is_transformed(x):
+        if module.training and module.track_running_stats:
+            nn.modules.batchnorm._BatchNorm.forward(module, x.detach())
+        return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
     if not by_batch or not _applies(x, module.weight):
         return nn.modules.batchnorm._BatchNorm.forward(module, x)
     module._check_input_dim(x)
@@ -248,8 +252,7 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
 def _applies(x: Tensor, weight: Tensor | None) -> bool:
     """Whether this is the plain case on the CPU, which is where it has been measured and tested.
 
-    torch's own path serves the rest: forward mode and transforms of ``torch.func`` other than one
-    ``vmap``, which need more than a backward, other devices, and low precision.
+    torch's own path serves other devices and low precision.
     """
     if _tracing.active():
         return x.dim() > 1 and x.numel() > x.shape[1] and x.is_floating_point()
@@ -262,6 +265,21 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
         and x.numel() > x.shape[1]
         and (not torch._C._are_functorch_transforms_active() or _is_mapped())
         and forward_ad._current_level < 0
+    )
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
+
+    Derivatives of torch's own are wrong there from the second or third on (pytorch#186256).
+    """
+    transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
+    return (
+        (transforms or forward_ad._current_level >= 0)
+        and not _tracing.active()
+        and x.dim() > 1
+        and x.dtype in (torch.float32, torch.float64)
+        and x.numel() > x.shape[1]
     )
 
 

@@ -63,7 +63,9 @@ class auto(Way):
             self.chosen, self.trials = loop(), tuple(Trial(w, None, str(error)) for w in ways[1:])
             return
         self.trials = tuple(trials)
-        self.chosen = min((t for t in trials if t.seconds is not None), key=lambda t: t.seconds).way
+        timed = [(t.seconds, k) for k, t in enumerate(trials) if t.seconds is not None]
+        # Not even the loop repeats itself if the loss counts its calls: no other way can be judged.
+        self.chosen = trials[min(timed)[1]].way if trials[0].seconds is not None else loop()
 
     def __str__(self) -> str:
         if self.chosen is None:
