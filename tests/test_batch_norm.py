@@ -102,30 +102,52 @@ def test_running_statistics_are_updated_in_place():
     assert torch.equal(var, reference[1])
 
 
-def test_a_loss_that_takes_derivatives_by_torch_func():
-    """torch's own third derivative is wrong there (pytorch#186256)."""
-    layers = [nn.Linear(3, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Tanh()]
-    model = nn.Sequential(*layers, nn.Linear(5, 1))
-    x, y = torch.randn(6, 3), torch.randn(6, 1)
+class Derived(nn.BatchNorm1d):
+    """With torch's forward."""
 
-    def penalty(model, x):
-        return torch.func.grad(lambda x: model(x).pow(2).sum())(x).square().mean()
 
-    def by_autograd(model, x):
-        x = x.detach().requires_grad_()
-        total = model(x).pow(2).sum()
-        return torch.autograd.grad(total, x, create_graph=True)[0].square().mean()
+def penalized(kind, penalty):
+    """A meta-gradient through third derivatives of a batch norm of this class."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), kind(5, track_running_stats=False), nn.Tanh(), nn.Linear(5, 1)]
+    model = nn.Sequential(*layers)
+    batch = torch.randn(6, 3), torch.randn(6, 1)
 
-    def gradient(own):
-        def loss(model, batch):
-            return F.mse_loss(model(batch[0]), batch[1]) + own(model, batch[0])
-
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        inner = il.InnerLoop(model, sgd, loss, val_loss=by_batch)
-        return torch.autograd.grad(inner([(x, y)] * 2, (x, y)), list(model.parameters()))
-
-    def by_batch(model, batch):
+    def squared(model, batch):
         return F.mse_loss(model(batch[0]), batch[1])
 
-    for found, expected in zip(gradient(penalty), gradient(by_autograd), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    def loss(model, batch):
+        return squared(model, batch) + penalty(model, batch[0])
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = il.InnerLoop(model, sgd, loss, val_loss=squared)
+    return torch.autograd.grad(inner([batch] * 2, batch), list(model.parameters()))
+
+
+def by_func(model, x):
+    return torch.func.grad(lambda x: model(x).pow(2).sum())(x).square().mean()
+
+
+def by_autograd(model, x):
+    x = x.detach().requires_grad_()
+    total = model(x).pow(2).sum()
+    return torch.autograd.grad(total, x, create_graph=True)[0].square().mean()
+
+
+class Composed(nn.Module):
+    def __init__(self, features, track_running_stats):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x):
+        return composed(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("penalty", [by_func, by_autograd])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, Derived])
+def test_a_loss_that_takes_derivatives_itself(kind, penalty):
+    """torch's own third derivative is wrong (pytorch#186256)."""
+    expected = penalized(Composed, by_autograd)
+    for found, wanted in zip(penalized(kind, penalty), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -328,6 +328,28 @@ def test_numbers_deep_in_the_model():
 
 
 @each_unit
+def test_frozen_running_statistics(unit):
+    """Only the way that batches tasks knows of them."""
+
+    def measured(model, batch):
+        model.eval()
+        return squares(model, batch)
+
+    frozen = il.tasks.vmap(running_stats="frozen")
+    found = []
+    for compiled in (unit, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        inner, train, val = built(compiled, squares, model, val_loss=measured)
+        if compiled:
+            with pytest.warns(UserWarning, match="frozen"):
+                found.append(result(inner, train, val, frozen))
+        else:
+            found.append(result(inner, train, val, frozen))
+    assert_same(*found)
+
+
+@each_unit
 def test_functions_in_a_batch(unit):
     """What they read may change."""
     factor = [1.0]

@@ -6,6 +6,7 @@ import enum
 import functools
 import gc
 import logging
+import random
 import types
 import weakref
 from collections.abc import Callable
@@ -257,7 +258,16 @@ def test_functions_with_a_cache_are_refused() -> None:
         fingerprint(_configuration)
 
 
-@pytest.mark.parametrize("make", [lambda: iter([1, 2]), lambda: weakref.proxy(_MODULE)])
+OPAQUE = [
+    lambda: iter([1, 2]),
+    lambda: weakref.proxy(_MODULE),
+    numpy.random.default_rng,
+    numpy.random.RandomState,
+    random.Random,
+]
+
+
+@pytest.mark.parametrize("make", OPAQUE)
 def test_what_cannot_be_looked_through_is_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(NotCompilableError, match="may change"):
         fingerprint(types.SimpleNamespace(value=make()))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -108,7 +109,7 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     if issubclass(kind, nn.MultiheadAttention):
         methods.setdefault("forward", kind.forward)
     exact = {name: guarded(member) for name, member in methods.items()}
-    if kind in _BATCH_NORMS:
+    if _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
@@ -117,6 +118,12 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     elif kind is _WeightNorm:
         exact["forward"] = _weight_norm_forward
     return exact
+
+
+def _is_batch_norm(kind: type[nn.Module]) -> bool:
+    """One of torch's, or one that has its forward."""
+    plain = issubclass(kind, _BATCH_NORMS) and not issubclass(kind, LazyModuleMixin)
+    return plain and kind.forward is nn.BatchNorm1d.forward
 
 
 def _recurrent_forward(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -109,6 +109,8 @@ class Compiler:
     def losses(self, tasks: TaskRun, way: Way, key: Any) -> Tensor:
         """L_val of every task. [tasks]"""
         run = tasks.prepared
+        if isinstance(way, vmap) and way.running_stats == "frozen":
+            raise NotCompilableError("running statistics that are frozen are not compiled")
 
         def function(tree: Any) -> Tensor:
             state, meta, own, held = tree

@@ -10,6 +10,7 @@ import dis
 import functools
 import itertools
 import logging
+import random
 import sys
 import types
 import weakref
@@ -36,6 +37,7 @@ _COPIED = frozenset({list, tuple, dict, set, collections.OrderedDict, collection
 _SIMPLE_C: type = ctypes.c_int.__mro__[1]
 _MEMORY = (bytearray, memoryview, array.array)
 _MEMORY += (_SIMPLE_C, ctypes.Array, ctypes.Structure, ctypes.Union)
+_STREAMS = (torch.Generator, random.Random, weakref.ProxyType)
 _DEPTH = 50
 _MOST = 200_000  # values: a look at everything must not take longer than the program
 _BYTES = 1 << 20
@@ -105,7 +107,9 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
     """What tells a value of this type from another, and what it is made of."""
     if issubclass(kind, Tensor):
         return _tensor, None
-    if issubclass(kind, torch.Generator | weakref.ProxyType) or hasattr(kind, "__next__"):
+    if issubclass(kind, _STREAMS) or hasattr(kind, "__next__"):
+        return _refused, None
+    if kind.__module__.startswith("numpy.random"):
         return _refused, None
     if issubclass(kind, functools._lru_cache_wrapper):
         return _cached, None
