@@ -87,6 +87,11 @@ class Hidden:
         self.__scale = 2.0
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
 def _scaled_in_class(config: Any) -> None:
     config.value.own.scale = 2.0
 
@@ -125,7 +130,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "array of C": (lambda: (ctypes.c_int * 2)(), _written),
     "hidden slot": (Hidden, lambda config: config.value.change()),
     "object of a class": (
-        lambda: type("Shared", (), {"own": types.SimpleNamespace(scale=1.0)}),
+        lambda: type("Shared", (), {"own": Settings()}),
         _scaled_in_class,
     ),
 }
