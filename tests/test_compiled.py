@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch import nn, optim
+from torch.autograd import forward_ad
 
 import innerloop as il
 from innerloop.compiled._program import NotCompilableError, Recorded
@@ -929,3 +930,58 @@ def test_values_that_are_not_numbers_do_not_hide_others():
     recorded._check(lambda x: [x.log()])
     with pytest.raises(NotCompilableError, match="another result"):
         recorded._check(lambda x: [1.01 * x.log()])
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adam])
+@pytest.mark.parametrize("kind", ["function", "cosine", "cycle"])
+def test_a_schedule_is_one_program_for_all_steps(make, kind):
+    model = Small()
+    optimizer = make(model.parameters(), lr=0.1, **({"momentum": 0.5} if make is optim.SGD else {}))
+    schedule = {
+        "function": lambda: lambda step: 0.9**step,
+        "cosine": lambda: optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        "cycle": lambda: optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=21),
+    }[kind]()
+    inner = il.InnerLoop(model, optimizer, squares, learn=("init",), schedule=schedule)
+    inner.compile("step", backend="eager")
+    *train, val = batches(21, TASKS)
+    assert_follows(inner, train, val)
+    assert count(inner) == 2
+
+
+@pytest.mark.parametrize("way", [il.tasks.threads(2), il.tasks.loop()], ids=["threads", "loop"])
+def test_steps_in_threads_are_compiled_once(way):
+    inner, train, val = built("step", steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            found = result(inner, train, val, way)
+    assert_same(found, uncompiled(inner, train, val))
+    assert inner._compiler.used
+    assert count(inner) == 2
+
+
+@each_unit
+@pytest.mark.parametrize("way", [il.tasks.vmap(), il.tasks.threads(2)], ids=["vmap", "threads"])
+def test_forward_mode_derivatives(unit, way):
+    """Those by what is trained on are refused; those of the measurement alone are right."""
+    inner, (train,), val = built(unit, loss=lambda m, b: (m(b[0]) - b[1]).square().mean())
+    direction = torch.randn_like(val[0])
+
+    def tangent(x, way):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, direction)
+            given = [(dual, train[1])] if x is train[0] else [train]
+            measured = (dual, val[1]) if x is val[0] else val
+            return forward_ad.unpack_dual(inner(given, measured, tasks=way)).tangent
+
+    with pytest.warns(UserWarning), pytest.raises(il.RequirementError, match="forward-mode"):
+        tangent(train[0], way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = tangent(val[0], way)
+    inner._compiler = None
+    assert_same([found], [tangent(val[0], il.tasks.loop())])
+    x = val[0].requires_grad_()
+    (expected,) = torch.autograd.grad(inner([train], val, tasks=il.tasks.loop()).sum(), x)
+    assert_same([found.sum()], [(expected * direction).sum()])

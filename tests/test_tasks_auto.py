@@ -154,3 +154,14 @@ def test_a_loss_that_counts_its_calls():
     way = il.tasks.auto()
     inner(train, val, tasks=way).sum().backward()
     assert way.chosen == il.tasks.loop()
+
+
+def test_data_that_was_computed_from_what_is_learned(two_cores):
+    """The trials leave the graph behind it as it is."""
+    inner, train, val = built()
+    found = []
+    for way in (il.tasks.auto(), LOOP):
+        factor = inner.model.body.weight.sum().exp()
+        losses = inner([(factor * x, y) for x, y in train], val, tasks=way)
+        found.append(gradients(losses.sum(), inner))
+    assert_same(*found)

@@ -528,3 +528,62 @@ built(loss)([x], x, tasks=il.tasks.threads(2)).sum().backward()
 def test_tasks_in_threads_inside_a_task_in_a_thread():
     """They must not wait for the threads they run in; in a process that can be ended if they do."""
     subprocess.run([sys.executable, "-c", NESTED], check=True, timeout=40)
+
+
+def test_draws_after_which_the_random_state_is_put_back():
+    """The state afterwards tells nothing."""
+
+    def loss(model, batch):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            noise = torch.randn(())
+        return squares(model, (batch[0] + noise, batch[1]))
+
+    inner, train, val = built(loss=loss)
+    with pytest.warns(UserWarning, match="random numbers"):
+        losses = inner(train, val, tasks=two())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_a_model_with_a_hook_runs_in_a_loop():
+    kept = {}
+
+    def loss(model, batch):
+        return squares(model, batch) + kept["features"].square().mean()
+
+    inner, train, val = built(loss=loss)
+    inner.model.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out))
+    with pytest.warns(UserWarning, match="Linear has a forward hook"):
+        losses = inner(train, val, tasks=two())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_hooks_of_torch_are_no_reason():
+    def model():
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        inner, train, val = built(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_alike(inner, train, val)
+
+
+def test_no_task_goes_on_after_an_error():
+    ended, going_on = [], threading.Event()
+
+    def loss(model, batch):
+        if batch[0].flatten()[0] == 0:
+            raise KeyError("mine")
+        going_on.wait(0.2)
+        ended.append(batch)
+        return squares(model, batch)
+
+    inner, train, val = built(loss=loss)
+    train[0][0][1] = 0
+    with pytest.raises(KeyError, match="mine"):
+        inner(train, val, tasks=two())
+    count = len(ended)
+    going_on.wait(0.5)
+    assert len(ended) == count

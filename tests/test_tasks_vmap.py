@@ -1,5 +1,8 @@
 """Tasks in one batched computation: their own masks and statistics, and what cannot be batched."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -114,6 +117,20 @@ def test_frozen_statistics_stay():
     assert_alike(inner, train, val, way)
 
 
+def test_frozen_statistics_stay_in_a_loop():
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 1e9 else x.clone())
+
+    inner, train, val = built(lambda: nn.Sequential(nn.Linear(2, 3), Norm(3), nn.Linear(3, 1)))
+    way = il.tasks.vmap(running_stats="frozen")
+    with pytest.warns(UserWarning, match="Norm"):
+        adapted = inner.adapt(train, tasks=way)
+    assert adapted.buffers["1.running_mean"].abs().sum() == 0
+    assert adapted.buffers["1.num_batches_tracked"].tolist() == [0] * TASKS
+    assert_alike(inner, train, val, way)
+
+
 def test_frozen_statistics_and_other_buffers():
     """Only those of norms stay."""
 
@@ -152,7 +169,7 @@ def test_one_example_in_training_is_refused_as_by_torch():
     train = [tuple(p[:, :1] for p in b) for b in train]
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         inner(train, val, tasks=LOOP)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="more than 1 value"):
+    with pytest.raises(ValueError, match="more than 1 value"):
         inner(train, val, tasks=il.tasks.vmap())
 
 
@@ -242,8 +259,21 @@ def test_an_error_of_the_users_is_not_hidden():
     with pytest.raises(IndexError):
         inner(train, val, tasks=il.tasks.vmap())
     inner, train, val = built(lambda: nn.Linear(7, 1))
-    with pytest.warns(UserWarning, match="Linear"), pytest.raises(RuntimeError, match="shapes"):
+    with pytest.raises(RuntimeError, match="shapes"):
         inner(train, val, tasks=il.tasks.vmap())
+
+
+def test_after_one_wrong_batch_the_model_is_batched():
+    inner, train, val = built()
+    way = il.tasks.vmap()
+    with pytest.raises(RuntimeError, match="shapes"):
+        inner([(x[..., :1], y) for x, y in train], val, tasks=way)
+    seen = []
+    inner.model.register_forward_hook(
+        lambda *_: seen.append(torch._C._are_functorch_transforms_active())
+    )
+    inner(train, val, tasks=way)
+    assert seen and all(seen)
 
 
 def test_a_loss_of_several_values_is_refused():
@@ -256,6 +286,67 @@ def test_a_loss_of_several_values_is_refused():
 def test_a_policy_that_is_none():
     with refuses("running_stats='shared'"):
         il.tasks.vmap(running_stats="shared")
+
+
+@pytest.mark.parametrize("unit", [None, "whole", "step"])
+def test_weights_say_that_they_require_grad(unit):
+    """And those that are frozen that they do not."""
+
+    def loss(model, batch):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return squares(model, batch) + sum(p.square().sum() for p in trained)
+
+    def model():
+        made = Net()
+        made.body.bias.requires_grad_(False)
+        return made
+
+    inner, train, val = built(model, loss=loss)
+    if unit is not None:
+        inner.compile(unit, backend="eager")
+    found = inner(train, val, tasks=il.tasks.vmap())
+    expected = il.InnerLoop(inner.model, inner.optimizer, loss, learn=("init", "lr"))
+    assert_same([found], [expected(train, val, tasks=LOOP)])
+
+
+def draws_of(generator):
+    return {"Random": "gauss", "Generator": "normal", "RandomState": "normal"}[
+        type(generator).__name__
+    ]
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+@pytest.mark.parametrize("way", [il.tasks.vmap, il.tasks.threads])
+def test_a_generator_of_the_losss_own(make, way):
+    def found(way):
+        generator = make(0)
+        draw = getattr(generator, draws_of(generator))
+
+        def loss(model, batch):
+            noise = getattr(generator, draw.__name__)(0.0, 1.0)
+            return squares(model, (batch[0] + noise, batch[1]))
+
+        inner.loss = loss
+        return inner(train, val, tasks=way)
+
+    inner, train, val = built()
+    with pytest.warns(UserWarning, match="random numbers"):
+        losses = found(way())
+    assert_same([losses], [found(LOOP)])
+    assert_same([found(il.tasks.auto())], [losses])
+
+
+def test_a_seed_that_the_loss_sets():
+    def loss(model, batch):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            noise = torch.randn(())
+        return squares(model, (batch[0] + noise, batch[1]))
+
+    inner, train, val = built(loss=loss)
+    with pytest.warns(UserWarning, match="seed"):
+        losses = inner(train, val, tasks=il.tasks.vmap())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
 
 
 # Everything else that a call can be. ------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import innerloop as il
 from inner_problems import Training, squares, training
@@ -626,3 +627,13 @@ def test_gradient_transform_and_schedule(backward: Any) -> None:
         state, losses = loop.unrolled(train, strategy)
         found.append([*loop.grads(loop.measured(state, val)), losses])
     assert_same(*found)
+
+
+@each_strategy
+def test_forward_mode_derivatives_are_refused(backward: Any) -> None:
+    """They would end at an inner gradient."""
+    step = il.inner_step(lambda params, batch: (params["w"] - batch) ** 2, il.optim.sgd(0.1))
+    with forward_ad.dual_level():
+        start = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
+        with pytest.raises(il.RequirementError, match="forward-mode"):
+            il.unroll(step, il.State({"w": start}), il.Meta(), [3.0, 3.0], backward)

@@ -154,7 +154,8 @@ class Evaluation:
         else:
             replica = step.model.bind(named, buffers_of("", given))
             out = loss(replica, self.batch, *extra)
-            self.keep("", step.model.buffers_of(replica))
+            left = step.model.buffers_of(replica)
+            self.keep("", {n: b for n, b in left.items() if n not in step.frozen})
         if step.loss_model is not None:
             self.keep("loss", step.loss_model.buffers_of(cast(nn.Module, loss)))
         first, *rest = out if isinstance(out, tuple) and out else (out,)

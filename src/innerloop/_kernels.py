@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop._watch import embedding
 from innerloop.nn.batch_norm import batch_norm_forward
+from innerloop.nn.composed import ComposedNorms
 
 
 class _MathAttention:
@@ -25,6 +26,8 @@ class _MathAttention:
 
     The fused kernels of ``scaled_dot_product_attention`` have none, on the CPU either. The switch
     is one for the whole process, so entries are counted and the last to leave restores it.
+
+    Inside itself, in a loop in the loss of another, third derivatives are right too.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,9 @@ class _MathAttention:
                 _switch(False, False, False)
             self._inside += 1
         self.local.depth = getattr(self.local, "depth", 0) + 1
+        if self.local.depth == 2:
+            self.local.norms = ComposedNorms()
+            self.local.norms.__enter__()
 
     def __exit__(
         self,
@@ -51,6 +57,8 @@ class _MathAttention:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.local.depth == 2:
+            self.local.norms.__exit__(kind, error, trace)
         self.local.depth -= 1
         with self._lock:
             self._inside -= 1

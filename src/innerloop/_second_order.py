@@ -1,4 +1,4 @@
-"""Operations without a second derivative: found in the graph, and named when they are reached."""
+"""Operations without a right derivative: found in the graph, and named when they are reached."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _DEAD_ENDS = {
 }
 # torch 2.13 gives these a second derivative, but a wrong one (found by gradgradcheck on the CPU).
 _WRONG = ("WeightNormInterfaceBackward0",)
+# torch 2.13's second derivatives of these take mean and deviation for constants (pytorch#186256).
+_NORMS = {"NativeLayerNormBackward0", "NativeBatchNormBackward0"}
+_NORMS_TWICE = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 _REMEDIES = {
     "weight_norm": "v * (g / v.norm()) composed by hand, or torch.nn.utils.parametrizations."
     "weight_norm, whose forward is replaced in the patched model.",
@@ -53,10 +56,15 @@ def guard(
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
     forward = _nodes([loss.grad_fn], ends)
     kinds = {(type(node), node.name()) for node in forward}
+    if not _NORMS.isdisjoint(name for _, name in kinds):
+        for node in {g.grad_fn: None for g in grads if g is not None and g.grad_fn is not None}:
+            node.register_hook(_only_twice)
     if kinds <= _clean:
         return
     involved = _leading_to(params, forward, ends)
     for node in involved:
+        if node.name() in _NORMS_TWICE:
+            raise RequirementError(_third(_op_of(node)))
         if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(_op_of(node), node, params, names))
     dead = [
@@ -92,6 +100,43 @@ def _leading_to(params: Sequence[Any], nodes: Sequence[Any], ends: set[Any]) -> 
 
 def _refuse(message: str) -> None:
     raise RequirementError(message)
+
+
+def _only_twice(grads: Sequence[Tensor | None], _: Any) -> Any:
+    """Refuse derivatives of what has just been derived, if anybody asks for them."""
+    if not torch.is_grad_enabled():
+        return None
+    return tuple(None if g is None else _Ended.apply(g) for g in grads)
+
+
+class _Ended(torch.autograd.Function):
+    """A tensor whose further derivatives torch would have wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RequirementError(_third("a layer norm or a batch norm"))
+
+
+def _third(op: str) -> str:
+    return four_part(
+        f"The inner loss uses {op}, and you ask for a third derivative of it, as for a penalty on "
+        "gradients in the loss.",
+        "operations with a right third derivative.",
+        "torch takes mean and deviation for constants there, and would silently be wrong.",
+        "the norm composed of x.var(...), x.mean(...) and .rsqrt(); nn.BatchNorm1d to 3d as they "
+        "are in the model, whose third derivatives are right here; or an InnerLoop in the loss in "
+        "place of gradients of your own.",
+    )
 
 
 def _nodes(starts: Iterable[Any], ends: set[Any]) -> list[Any]:

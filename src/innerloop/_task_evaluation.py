@@ -26,7 +26,7 @@ class TaskEvaluation(Evaluation):
             return value, out, run.buffers
 
         value, out, buffers = mapped(one, named, self.state.buffers, self.batch)
-        self.keep("", {n: b for n, b in buffers.items() if n not in self.step.frozen})
+        self.keep("", buffers)
         return value, out
 
     def check(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -66,12 +68,28 @@ def saved_tensor_hooks() -> Any:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class BatchedWatch(Watch):
-    """The same inside ``vmap``, whose rule for embeddings forgets the padding."""
+    """The same inside ``vmap``, with two of its answers put right.
+
+    Its rule for embeddings forgets the padding. And what is batched says that it requires no grad,
+    since derivatives are taken outside; a loss may ask, to regularize what is trained.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed = torch.default_generator.initial_seed()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func == _REQUIRES_GRAD:
+            return _requires_grad(args[0])
+        if torch.default_generator.initial_seed() != self._seed:
+            # Tasks would have numbers of their own in spite of it.
+            raise ForeignError("it sets the seed of torch's random numbers")
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
             # It would call the function again outside, with tensors that exist only inside.
@@ -83,6 +101,12 @@ class BatchedWatch(Watch):
         if func is torch.embedding:
             return _plain_embedding(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _requires_grad(value: Tensor) -> bool:
+    while not value.requires_grad and is_batchedtensor(value):
+        value = get_unwrapped(value)
+    return value.requires_grad
 
 
 def _plain_embedding(
@@ -114,13 +138,14 @@ def _without_padding(found: Tensor, indices: Tensor, padding: int) -> Tensor:
 
 
 class Draws:
-    """The random state of Python and of NumPy at one moment."""
+    """The random state of Python and of NumPy at one moment, and of generators of one's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Sequence[Any] = ()) -> None:
         self._python = random.getstate()
         module = sys.modules.get("numpy")
         self._numpy = module.random if module is not None else None
         self._state = self._numpy.get_state() if self._numpy is not None else None
+        self._others = [(other, _state(other)) for other in others]
 
     def undone(self) -> bool:
         """Go back to it; whether there was anything to undo."""
@@ -136,7 +161,30 @@ class Draws:
             ):
                 self._numpy.set_state(self._state)
                 changed = True
+        for other, state in self._others:
+            if _state(other) != state:
+                _set_state(other, state)
+                changed = True
         return changed
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, random.SystemRandom):
+        return b""
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    bits = getattr(generator, "bit_generator", None)
+    return pickle.dumps(generator.get_state() if bits is None else bits.state)
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    bits, found = getattr(generator, "bit_generator", None), pickle.loads(state)
+    if isinstance(generator, random.Random):
+        generator.setstate(found)
+    elif bits is None:
+        generator.set_state(found)
+    else:
+        bits.state = found
 
 
 class _NoFastPath:

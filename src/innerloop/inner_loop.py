@@ -15,6 +15,7 @@ from innerloop import _tree
 from innerloop._allocator import keep_freed_if_again
 from innerloop._captured import reaches
 from innerloop._evaluation import check_unwritten, versions_of
+from innerloop._gradient import has_tangents
 from innerloop._parts import (
     check_callable,
     check_parts,
@@ -229,6 +230,8 @@ class InnerLoop(nn.Module):
         key = self._fingerprint()
         if isinstance(self.backward, Truncated) and self.backward.carry:
             raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
+        if has_tangents(batches, val, list(self.parameters())):
+            raise NotCompilableError("a program has no forward-mode derivatives")
         run = compiler.known(
             (key, len(batches), *self._where()),
             lambda: self.prepared(len(batches), way is None),

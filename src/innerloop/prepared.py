@@ -95,9 +95,14 @@ class TaskRun:
         model = run.adapted(state, outs)
         return state, outs, self.value(*model.measured, sliced(val, task))
 
-    def together(self, frozen: frozenset[str] = frozenset()) -> tuple[State, Any, Any]:
+    def without_writes(self, buffers: frozenset[str]) -> TaskRun:
+        """The same with buffers that stay as they are."""
+        step = dataclasses.replace(self.prepared.step, frozen=buffers)
+        return dataclasses.replace(self, prepared=dataclasses.replace(self.prepared, step=step))
+
+    def together(self) -> tuple[State, Any, Any]:
         """The same for all tasks at once; everything has a leading task axis."""
-        step = dataclasses.replace(batched(self.prepared.step), frozen=frozen)  # type: ignore[type-var]
+        step = batched(self.prepared.step)
         start = spread(self.prepared.state, self.count)
         carried = None if self.carried is None else stacked(list(self.carried), shared=True)
         run = dataclasses.replace(self.prepared, step=step, state=start)
@@ -124,6 +129,11 @@ class TaskRun:
         ]
         found = {id(t): t for t in leaves if isinstance(t, Tensor) and t.requires_grad}
         return list(found.values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether programs take the steps."""
+        return self.prepared.using is not _itself
 
     @property
     def mark(self) -> tuple[int, bool, int]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from innerloop._gradient import has_tangents
 from innerloop.backward import Backward, Tape
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 
 def unroll(
@@ -37,7 +38,17 @@ def unroll(
     check_state = getattr(step, "check_state", None)
     if check_state is not None and isinstance(state, tuple):
         check_state(state)
-    return backward.run(step, state, meta, as_batches(batches))
+    batches = as_batches(batches)
+    if has_tangents(state, meta, batches):
+        raise RequirementError(
+            four_part(
+                "You take forward-mode derivatives of an inner loop.",
+                "derivatives in reverse mode.",
+                "inner gradients are taken in reverse mode, and a tangent ends there.",
+                "backward() of the result; backward=innerloop.Forward() carries tangents itself.",
+            )
+        )
+    return backward.run(step, state, meta, batches)
 
 
 def check_strategy(backward: Any) -> Backward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
@@ -176,9 +177,19 @@ class Programs:
         self.known: dict[Any, Any] = {}
         self.count = 0
         """How many were compiled."""
+        self._lock = threading.RLock()
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
         found = self.known.get(key)  # One look: to hash a key takes a while.
+        if found is None:
+            with self._lock:  # Tasks in threads ask for the same at the same time.
+                found = self._made(key, make)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _made(self, key: Any, make: Callable[[], Any]) -> Any:
+        found = self.known.get(key)
         if found is None:
             if len(self.known) >= self.limit:
                 raise NotCompilableError(
@@ -189,8 +200,6 @@ class Programs:
             except (NotCompilableError, NotBatchableError) as error:
                 found = error
             self.known[key] = found
-        if isinstance(found, Exception):
-            raise found
         return found
 
     def compiled(self, recorded: Recorded) -> Flat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable
 from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
 from innerloop.compiled._whole import UNCOMPILED, refuse_strangers
-from innerloop.state import State
+from innerloop.state import State, named_leaves, rebuilt
 
 
 class _Pull(NamedTuple):
@@ -59,11 +59,13 @@ class CompiledStep:
         if state.opt is None:
             state = state._replace(opt=step.initial(state.params))
         times = range(state.time, state.time + len(batches))
-        metas = [self._at(meta, time) for time in times]
-        # A gradient may come to every weight and every number of the optimizer, in all steps but
-        # the first: one program for all.
-        moving = (state.params, state.opt)
-        layout = Layout((state.buffers, metas, list(batches)), moving)
+        named = named_leaves(state.params)
+        trained = step.evaluation(state, meta, None).trained(named)
+        metas = [self._at(meta, time, named) for time in times]
+        # A gradient may come to every weight that moves and every number of the optimizer, in all
+        # steps but the first: one program for all.
+        moving = ({name: named[name] for name in trained}, state.opt)
+        layout = Layout((state.params, state.buffers, metas, list(batches)), moving)
         pair: _Pair = self.programs.get(
             ("step", self.key, layout.key, layout.wanted, step.tasks),
             lambda: _Pair(step, layout, self.programs, self.tracked),
@@ -72,11 +74,27 @@ class CompiledStep:
         rest = iter(pair(layout))
         leaves = [next(rest) if isinstance(leaf, _Result) else leaf for leaf in pair.leaves]
         new, outs = _tree.unflatten(leaves, pair.spec)
+        if len(trained) < len(named):
+            # What stays requires grad only if it did before.
+            moved = named_leaves(new.params)
+            own = {**named, **{name: moved[name] for name in trained}}
+            new = new._replace(params=rebuilt(new.params, own))
         return new._replace(time=times.stop), outs
 
-    def _at(self, meta: Any, time: int) -> Any:
+    def _at(self, meta: Any, time: int, named: Mapping[str, Any]) -> Any:
+        """The settings of one step; numbers that a schedule gives are tensors, as they change."""
         schedule = self.step.schedule
-        return meta if schedule is None else meta._replace(opt=schedule(meta.opt, time))
+        if schedule is None:
+            return meta
+        dtypes = [p.dtype for p in named.values() if differentiable(p)]
+        dtype = torch.promote_types(dtypes[0].to_real(), torch.float32)
+
+        def as_input(value: Any) -> Any:
+            return torch.tensor(value, dtype=dtype) if type(value) is float else value
+
+        scheduled = schedule(meta.opt, time)
+        changed = {k: v for k, v in scheduled.items() if v is not meta.opt.get(k)}
+        return meta._replace(opt={**scheduled, **_tree.map(as_input, changed)})
 
 
 class _Pair:
@@ -112,7 +130,7 @@ class _Pair:
         return self.forward(*values.tensors)
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        (params, opt), (buffers, metas, batches) = self.layout.rebuilt(tensors)
+        (_, opt), (params, buffers, metas, batches) = self.layout.rebuilt(tensors)
         state, outs = State(params, buffers, opt), []
         for meta, batch in zip(metas, batches, strict=True):
             state, out = self.step(state, meta, batch)
@@ -182,9 +200,9 @@ class _Pair:
             return [g for g in grads if g is not None]
 
         # Any numbers but zeros, for the program to be compared with what was recorded.
-        generator = torch.Generator().manual_seed(0)
         examples = [
-            torch.randn(g.shape, generator=generator, dtype=torch.float32).to(g) for g in cotangents
+            torch.arange(1, 1 + g.numel(), device=g.device).sin().view(g.shape).to(g.dtype)
+            for g in cotangents
         ]
         program = self.programs.compiled(Recorded(joint, [*tensors, *examples]))
         return _Pull(program, used)

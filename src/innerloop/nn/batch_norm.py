@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
 from torch.autograd import forward_ad
 
 from innerloop import _tracing
@@ -30,10 +30,14 @@ def batch_norm(
 
     ``x`` is ``[batch, channel, ...]``.
     """
-    if _tracing.active():
-        return _composed(x, weight, bias, running_mean, running_var, momentum, eps)
-    function = _ForTasks if torch._C._are_functorch_transforms_active() else _Forward
-    return function.apply(x, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[return-value]
+    given = x, weight, bias, running_mean, running_var
+    mapped = torch._C._are_functorch_transforms_active()
+    if _tracing.active() or (
+        mapped and not any(t is not None and is_batchedtensor(t) for t in given)
+    ):
+        return _composed(*given, momentum, eps)
+    function = _ForTasks if mapped else _Forward
+    return function.apply(*given, momentum, eps)  # type: ignore[return-value]
 
 
 def _composed(

@@ -12,7 +12,7 @@ from torch import Tensor
 from innerloop._allocator import freed_kept
 from innerloop._ambient import devices_of, preserved
 from innerloop._mapped import NotBatchableError, first_line
-from innerloop._watch import Draws, ForeignError, Watch
+from innerloop._watch import ForeignError, Watch
 from innerloop.tasks._loop import loop
 from innerloop.tasks._threads import threads
 from innerloop.tasks._vmap import vmap
@@ -88,7 +88,7 @@ def _tried(
     for _ in range(2):
         if best is not None and best > _SHORT:
             break
-        start, draws = time.perf_counter(), Draws()
+        start, draws = time.perf_counter(), way.draws(tasks)
         with preserved(devices_of(inputs)):
             before = torch.get_rng_state()
             try:
@@ -97,8 +97,12 @@ def _tried(
                     return Trial(way, None, why)
                 if not inputs or not losses.requires_grad:
                     return None
-                random = not torch.equal(before, torch.get_rng_state()) or draws.undone()
-                grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True)
+                random = draws.undone() or not torch.equal(before, torch.get_rng_state())
+                # What was computed before the call has to outlast the trials.
+                keep = any(t.grad_fn is not None for t in inputs)
+                grads = torch.autograd.grad(
+                    losses.sum(), inputs, retain_graph=keep, allow_unused=True
+                )
                 _synchronize(tasks.device)
             except NotBatchableError as error:
                 return Trial(way, None, str(error))

@@ -10,20 +10,22 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from innerloop import _captured, _tree
 from innerloop._allocator import share_freed
 from innerloop._ambient import Autocast
-from innerloop._gradient import refuse_higher
+from innerloop._gradient import has_tangents, refuse_higher
 from innerloop._tree import differentiable
-from innerloop._watch import Draws, ForeignError, Watch, saved_tensor_hooks
+from innerloop._watch import ForeignError, Watch, saved_tensor_hooks
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, Way, warn_of_loop
@@ -38,7 +40,8 @@ class threads(Way):
 
     The way for models whose operations are large but do not fill all cores. By default there are
     as many threads as torch uses. What draws random numbers runs in a loop instead, since the
-    order of the draws must not depend on the speed of threads.
+    order of the draws must not depend on the speed of threads, and so do models with forward
+    hooks. The loss is called by several threads at once: what it keeps outside is theirs together.
     """
 
     n: int | None = None
@@ -56,25 +59,27 @@ class threads(Way):
                 )
             )
         self._refused: set[Any] = set()
+        self._seen: set[Any] = set()
 
     def run(self, tasks: Any) -> Ended:
         if tasks.mark not in self._refused:
             found, why = self.tried(tasks)
             if found is not None:
                 return found
-            if not _context_of_thread():  # That may be another one in the next call.
+            if not _for_now(tasks):
                 self._refused.add(tasks.mark)
             warn_of_loop(self, why)
         return loop().run(tasks)
 
     def tried(self, tasks: Any) -> tuple[Ended | None, str]:
         """The result, or why there is none."""
-        if why := _context_of_thread():
+        if why := _for_now(tasks) or _hooks(tasks.prepared.step):
             return None, why
         before = torch.get_rng_state()
         count = min(self.n or torch.get_num_threads(), tasks.count)
-        each = [_Task(tasks, t) for t in range(tasks.count)]
-        draws = Draws()
+        first = tasks.mark not in self._seen and not tasks.compiled  # Programs draw none.
+        each = [_Task(tasks, t, first) for t in range(tasks.count)]
+        draws = self.draws(tasks)
         try:
             _parallel(count, each, _Task.run)
         except ForeignError as error:
@@ -86,14 +91,24 @@ class threads(Way):
             return None, "that the model or the loss draws random numbers, as dropout does"
         if any(task.strangers for task in each):
             return None, "that the loss uses a tensor requiring grad that the loop was not given"
+        self._seen.add(tasks.mark)
         return _joined(each, count), ""
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers, those too after which the random state is put back."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ForeignError("the model or the loss draws random numbers, as dropout does")
+        return func(*args, **(kwargs or {}))
 
 
 class _Task:
     """One task with stand-ins for all tensors that a gradient is asked of."""
 
-    def __init__(self, tasks: Any, number: int) -> None:
-        self.tasks, self.number = tasks, number
+    def __init__(self, tasks: Any, number: int, first: bool) -> None:
+        self.tasks, self.number, self.first = tasks, number, first
         self.tracked, self.autocast = torch.is_grad_enabled(), Autocast(())
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.strangers = False
@@ -103,7 +118,8 @@ class _Task:
         """Which leaves of the result a gradient can come to."""
 
     def run(self) -> None:
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), Watch():
+        draws = _NoDraws() if self.first else contextlib.nullcontext()
+        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), Watch(), draws:
             found = self.tasks.one(self.number, self._of)
         self.leaves, self.spec = _tree.flatten(found)
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
@@ -197,11 +213,24 @@ def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) ->
     # What the caller has set for itself by a ContextVar holds for the tasks too.
     contexts = [contextvars.copy_context() for _ in items]
     with _one_core_each():
-        return list(_pool(count).map(lambda c, item: c.run(function, item), contexts, items))
+        pairs = zip(contexts, items, strict=True)
+        running = [_pool(count).submit(context.run, function, item) for context, item in pairs]
+        try:
+            return [future.result() for future in running]
+        finally:
+            # After an error: none of them goes on beside what follows.
+            for future in running:
+                future.cancel()
+            concurrent.futures.wait(running)
 
 
-def _context_of_thread() -> str:
-    """What the calling thread has around it that other threads have not, as a reason."""
+def _for_now(tasks: Any) -> str:
+    """A reason that may be gone in the next call.
+
+    What the calling thread has around it that other threads have not, or forward-mode derivatives.
+    """
+    if has_tangents(tasks.prepared.state, tasks.prepared.meta, tasks.batches, tasks.val):
+        return "that forward-mode derivatives are taken, which end between threads"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     for mode in modes:
         if type(mode).__module__.partition(".")[0] != "innerloop":
@@ -209,6 +238,23 @@ def _context_of_thread() -> str:
     if saved_tensor_hooks() is not None:
         return "that hooks for saved tensors are active, which is so for one thread only"
     return ""
+
+
+def _hooks(step: Any) -> str:
+    """A module with a hook, as a reason: what hooks keep is shared by the threads."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return "that there is a forward hook of all modules, which may keep what it sees"
+    parts = [part.source for part in (step.model, step.loss_model) if part is not None]
+    for module in (m for part in parts for m in part.modules()):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not _of_torch(hook) for hook in hooks):
+            return f"that {type(module).__name__} has a forward hook, which may keep what it sees"
+    return ""
+
+
+def _of_torch(hook: Any) -> bool:
+    kind = hook if isinstance(hook, FunctionType) else type(hook)
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 @functools.cache

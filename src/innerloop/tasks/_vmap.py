@@ -45,16 +45,24 @@ class vmap(Way):
             try:
                 return self.tried(tasks)
             except NotBatchableError as error:
+                ended = loop().run(self._frozen(tasks))  # An error of the loss's own comes again.
                 self._refused.add(tasks.mark)
                 warn_of_loop(self, str(error))
-        return loop().run(tasks)
+                return ended
+        return loop().run(self._frozen(tasks))
 
     def tried(self, tasks: Any) -> Ended:
         """The same, with an error where batching is impossible."""
-        frozen = self.running_stats == "frozen"
-        names = _statistics(tasks.prepared.step.model.source) if frozen else frozenset()
-        state, outs, losses = tasks.together(names)
+        draws = self.draws(tasks)
+        state, outs, losses = self._frozen(tasks).together()
+        if draws.undone():
+            raise NotBatchableError("the loss or the model draws random numbers outside torch")
         return EndedTogether(state, outs, losses, tasks.count)
+
+    def _frozen(self, tasks: Any) -> Any:
+        if self.running_stats == "per-task":
+            return tasks
+        return tasks.without_writes(_statistics(tasks.prepared.step.model.source))
 
 
 def _statistics(model: nn.Module) -> frozenset[str]:

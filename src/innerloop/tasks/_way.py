@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from innerloop._captured import generators
 from innerloop._mapped import sliced
+from innerloop._watch import Draws
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -44,6 +46,13 @@ class Way:
 
     def run(self, tasks: Any) -> Ended:
         raise NotImplementedError
+
+    def draws(self, tasks: Any) -> Draws:
+        """The random state before the tasks run, of all generators but torch's."""
+        known = self.__dict__.setdefault("_generators", {})
+        if tasks.mark not in known:
+            known[tasks.mark] = generators(tasks.prepared.step.roots)
+        return Draws(known[tasks.mark])
 
 
 def check_way(tasks: Any) -> None:

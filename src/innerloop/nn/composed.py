@@ -1,0 +1,129 @@
+"""Norms in elementary operations, for derivatives of an order that torch's own have wrong.
+
+The third derivatives of torch's batch, instance and layer norm are silently wrong: their second
+ones take mean and deviation for constants (pytorch#186256, pytorch#175754). Inner loops inside
+inner loops need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class ComposedNorms(TorchFunctionMode):
+    """While it is active, torch's norms are these ones; they are slower, and right."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composed = _COMPOSED.get(func)
+        return func(*args, **kwargs) if composed is None else composed(*args, **kwargs)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """``F.layer_norm``."""
+    functional.layer_norm(input.detach(), normalized_shape, weight, bias, eps)  # Its checks.
+    y = _normalized(input, [-1 - d for d in range(len(normalized_shape))], eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.batch_norm``."""
+    given = running_mean, running_var, weight, bias, training, momentum, eps
+    if not training:
+        return functional.batch_norm(input, *given)
+    functional.batch_norm(input.detach(), *given)  # Its checks, and the running statistics.
+    over = [d for d in range(input.dim()) if d != 1]
+    return _affine(_normalized(input, over, eps), weight, bias)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.instance_norm``."""
+    given = running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    if not use_input_stats:
+        return functional.instance_norm(input, *given)
+    functional.instance_norm(input.detach(), *given)
+    return _affine(_normalized(input, list(range(2, input.dim())), eps), weight, bias)
+
+
+def _plain_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _plain_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    given = weight, bias, use_input_stats, momentum, eps
+    return instance_norm(input, running_mean, running_var, *given)
+
+
+def _normalized(x: Tensor, over: list[int], eps: float) -> Tensor:
+    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    return (x - mean) * (variance + eps).rsqrt()
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = [-1, *[1] * (y.dim() - 2)]
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+_COMPOSED: dict[Any, Callable[..., Tensor]] = {
+    functional.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    functional.batch_norm: batch_norm,
+    torch.batch_norm: _plain_batch_norm,
+    functional.instance_norm: instance_norm,
+    torch.instance_norm: _plain_instance_norm,
+}
