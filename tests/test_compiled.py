@@ -986,3 +986,66 @@ def test_forward_mode_derivatives(unit, way):
     x = val[0].requires_grad_()
     (expected,) = torch.autograd.grad(inner([train], val, tasks=il.tasks.loop()).sum(), x)
     assert_same([found.sum()], [(expected * direction).sum()])
+
+
+READ_AS_NUMBERS = {
+    "alpha": lambda x, w: torch.add(x, x, alpha=w),
+    "value": lambda x, w: torch.addcmul(x, x, x, value=w),
+    "delta": lambda x, w: nn.functional.huber_loss(x, torch.zeros_like(x), delta=w),
+    "slope": lambda x, w: nn.functional.leaky_relu(x, w),
+    "eps": lambda x, w: nn.functional.layer_norm(x, (1,), eps=w) * x,
+    "full": lambda x, w: x * torch.full((1,), w),
+    "full_like": lambda x, w: x * torch.full_like(x, w),
+    "tensor": lambda x, w: x * torch.tensor([w, 1.0]),
+    "as_tensor": lambda x, w: x * torch.as_tensor([1.0, [w][0]]),
+    "new_tensor": lambda x, w: x * x.new_tensor([w]),
+    "arange": lambda x, w: x * torch.arange(w).sum(),
+}
+
+
+@each_unit
+@pytest.mark.parametrize("name", READ_AS_NUMBERS)
+def test_numbers_that_torch_reads_from_a_tensor_outside(unit, name):
+    """They would become constants of a program."""
+    weight = torch.tensor(2.0)
+    inner, train, val = built(
+        unit, lambda m, b: READ_AS_NUMBERS[name](m(b[0]) - b[1], weight).square().mean(), tasks=()
+    )
+    with pytest.warns(UserWarning, match="outside|of values"):
+        before = inner(train, val, tasks=False)
+    weight.fill_(0.5)
+    assert inner(train, val, tasks=False) != before or name in ("eps", "arange", "slope")
+    assert_follows(inner, train, val, tasks=False, used=False)
+
+
+@each_unit
+def test_numbers_that_the_loss_makes_itself(unit):
+    def loss(model, batch):
+        return squares(model, batch) * torch.full((), 0.5) + torch.tensor([1.0, 2.0]).sum()
+
+    inner, train, val = built(unit, loss)
+    assert_follows(inner, train, val)
+
+
+@each_unit
+def test_an_optimizer_over_a_part_of_the_weights_and_a_loss_that_asks(unit):
+    def loss(model, batch):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return len(trained) * squares(model, batch) + sum(p.square().sum() for p in trained)
+
+    net = Net()
+    for learn in (("init", "lr"), ("lr",)):
+        sgd = optim.SGD(net.head.parameters(), lr=0.05)
+        inner = il.InnerLoop(net, sgd, loss, learn=learn)
+        inner.compile(unit, backend="eager")
+        *train, val = batches(4)
+        assert_follows(inner, train, val, tasks=False)
+
+
+@each_unit
+def test_a_tensor_outside_that_gets_another_shape(unit):
+    kept = torch.ones(2)
+    inner, train, val = built(unit, lambda m, b: squares(m, b) * kept.sum())
+    assert_follows(inner, train, val)
+    kept.resize_(3).fill_(1.0)
+    assert_follows(inner, train, val)

@@ -1698,3 +1698,61 @@ def test_writing_settings_of_a_learned_optimizer_says_so():
     inner = il.InnerLoop(model, il.learned.MLPOptimizer(), squares, learn=())
     with pytest.raises(il.InnerLoopError, match="inner loop with MLPOptimizer"):
         inner.write_to(optim.SGD(model.parameters(), lr=0.1))
+
+
+# What a loss asks of the weights. ---------------------------------------------------------------
+
+
+def asking(model, batch):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return len(trained) * squares(model, batch) + sum(p.square().sum() for p in trained)
+
+
+@pytest.mark.parametrize(
+    "backward", [il.Tape(), il.Remat(), il.Binomial(1), il.Forward()], ids=repr
+)
+@pytest.mark.parametrize("learn", [("lr",), ("init", "lr"), ("init",)], ids=str)
+@pytest.mark.parametrize("part", [False, True])
+def test_weights_say_that_they_require_grad_as_the_models_do(part, learn, backward):
+    model = Net()
+    model.body.bias.requires_grad_(False)
+    params = model.head.parameters() if part else model.parameters()
+    inner = il.InnerLoop(model, optim.SGD(params, lr=0.05), asking, learn=learn, backward=backward)
+    *train, val = batches(4)
+    twin = copy.deepcopy(model)
+    sgd = optim.SGD(twin.head.parameters() if part else twin.parameters(), lr=0.05)
+    plain(twin, sgd, asking, train)
+    value = inner(train, val)
+    assert_close([value], [asking(twin, val)])
+    with torch.no_grad():
+        assert_close([inner(train, val)], [value])
+    learned = [p for p in inner.parameters() if p.requires_grad]
+    assert_derivative(lambda: inner(train, val), learned)
+
+
+def test_a_checkpoint_after_settings_were_written_beside_a_scheduler():
+    def made():
+        torch.manual_seed(0)
+        model = Net()
+        sgd = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        cosine = optim.lr_scheduler.CosineAnnealingLR(sgd, 50)
+        learn = {"lr": il.Learn(transform="log")}
+        inner = il.InnerLoop(model, sgd, squares, learn=learn, schedule=cosine)
+        return model, sgd, cosine, inner, optim.SGD(inner.parameters(), lr=0.5)
+
+    model, sgd, cosine, inner, meta = first = made()
+    *train, val = batches(4)
+    for _ in range(3):
+        plain(model, sgd, squares, train[:1], cosine)
+        il.meta_update(inner, train, val, meta)
+        inner.write_to()
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    again = made()
+    for part, state in zip(again, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    assert_close([again[3](train, val)], [inner(train, val)], 0)
+    # One from before they were written, too.
+    again[3].load_state_dict(made()[3].state_dict())
+    assert "_base" not in again[3].state_dict()

@@ -53,7 +53,7 @@ ALLOWED = {
     "_stationary": {"errors", "optim"},
     "step": CORE | AROUND | (STEP - {"step"}),
     "backward": FOUNDATIONS | AROUND,
-    "unroll": {"errors", "backward"},
+    "unroll": {"_tree", "errors", "backward"},
     "learn": FOUNDATIONS | {"optim"},
     "schedules": {"errors", "learn"},
     "clipping": FOUNDATIONS,

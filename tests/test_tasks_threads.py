@@ -558,6 +558,21 @@ def test_a_model_with_a_hook_runs_in_a_loop():
     assert_same([losses], [inner(train, val, tasks=LOOP)])
 
 
+def test_a_hook_on_a_module_that_the_loss_holds():
+    kept, teacher = {}, Net()
+    teacher.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out))
+
+    def loss(model, batch):
+        with torch.no_grad():
+            teacher(batch[0])
+        return squares(model, batch) + (model.body(batch[0]) - kept["features"]).square().mean()
+
+    inner, train, val = built(loss=loss)
+    with pytest.warns(UserWarning, match="Linear has a forward hook"):
+        losses = inner(train, val, tasks=two())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
 def test_hooks_of_torch_are_no_reason():
     def model():
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))

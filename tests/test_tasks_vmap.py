@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 import innerloop as il
 from references import Net, assert_derivative, batches, squares
@@ -307,6 +307,16 @@ def test_weights_say_that_they_require_grad(unit):
     found = inner(train, val, tasks=il.tasks.vmap())
     expected = il.InnerLoop(inner.model, inner.optimizer, loss, learn=("init", "lr"))
     assert_same([found], [expected(train, val, tasks=LOOP)])
+
+
+@pytest.mark.parametrize("function", [torch.max, torch.min, Tensor.max, Tensor.min])
+def test_equal_extremes_share_their_gradient(function):
+    def loss(model, batch):
+        out = model(batch[0])
+        return squares(model, batch) + function(torch.cat([out, out]))
+
+    inner, train, val = built(loss=loss)
+    assert_alike(inner, train, val)
 
 
 def draws_of(generator):

@@ -30,19 +30,24 @@ class Called(nn.Module):
         return self.function(x)
 
 
-class Instances(nn.InstanceNorm1d):
+class Instances(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, affine=True, **options)
+
     def forward(self, x):
-        return super().forward(x.T[None])[0].T
+        return self.norm(x.T[None])[0].T
 
 
 RIGHT = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm1d by statistics": lambda: nn.BatchNorm1d(4).eval(),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "RMSNorm": lambda: nn.RMSNorm(4),
 }
 WRONG = {
     "LayerNorm": lambda: nn.LayerNorm(4),
-    "InstanceNorm1d": lambda: Instances(4, affine=True, track_running_stats=True),
+    "InstanceNorm1d": lambda: Instances(track_running_stats=True),
     "layer_norm": lambda: Called(lambda x: F.layer_norm(x, (4,))),
     "torch.layer_norm": lambda: Called(lambda x: torch.layer_norm(x, (4,), eps=1e-3)),
     "batch_norm": lambda: Called(lambda x: F.batch_norm(x, None, None, training=True)),
@@ -142,3 +147,60 @@ def test_a_graph_of_the_meta_gradient_that_nobody_uses(norm):
         for create in (False, True)
     ]
     torch.testing.assert_close(*found)
+
+
+def by_func(model, batch):
+    slopes = torch.func.grad(lambda x: model(x).sum())(batch[0])
+    return F.mse_loss(model(batch[0]), batch[1]) + slopes.square().mean()
+
+
+def by_tangents(model, batch):
+    _, slopes = torch.func.jvp(model, (batch[0],), (torch.ones_like(batch[0]),))
+    return (model(batch[0]) - batch[1]).square().mean() + slopes.square().mean()
+
+
+MODULES = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "InstanceNorm1d": lambda: Instances(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("norm", MODULES)
+@pytest.mark.parametrize("loss", [by_func, by_tangents])
+def test_norms_that_are_modules_under_torchs_transforms(norm, loss):
+    torch.manual_seed(3)
+    model = Normed(MODULES[norm])
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, learn=("init",))
+    *train, val = batches(3)
+    assert_derivative(lambda: inner(train, val), inner.parameters())
+
+
+def test_a_learned_loss_in_nested_loops():
+    """Its weights were computed in the step before, with a norm that is not this step's."""
+    torch.manual_seed(3)
+    model, criterion = Normed(lambda: nn.LayerNorm(4)), nn.Linear(1, 1)
+
+    def loss(held, batch):
+        given = dict(held.named_parameters())
+
+        def judged(params, batch):
+            def inside(weights, batch):
+                out = torch.func.functional_call(model, weights, batch[0])
+                error = (out - batch[1]).square()
+                return torch.func.functional_call(criterion, params, error).square().mean()
+
+            step = il.inner_step(inside, il.optim.sgd(0.1))
+            start = il.State({n: p.detach() for n, p in model.named_parameters()})
+            state, _ = il.unroll(step, start, il.Meta(), [batch])
+            out = torch.func.functional_call(model, state.params, batch[0])
+            return F.mse_loss(out, batch[1])
+
+        return judged(given, batch)
+
+    inner = il.InnerLoop(
+        criterion, optim.SGD(criterion.parameters(), lr=0.1), loss, learn=("init",)
+    )
+    *train, val = batches(4)
+    assert_derivative(lambda: inner(train, val), inner.parameters())

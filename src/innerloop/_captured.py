@@ -139,9 +139,12 @@ def sequence_number() -> int:
 
 
 def strangers(
-    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int
+    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int, owned: bool = False
 ) -> tuple[list[Tensor], list[Any]]:
-    """Leaves, and nodes of the graph made before ``since``, that ``outputs`` depend on."""
+    """Leaves, and nodes of the graph made before ``since``, that ``outputs`` depend on.
+
+    With ``owned``, leaves too that stand for weights in another loop around this one.
+    """
     sources = list(sources)
     known = {id(t) for t in sources}
     seen = {t.grad_fn for t in sources if t.grad_fn is not None}
@@ -155,7 +158,7 @@ def strangers(
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if id(variable) not in known and not is_own(variable):
+            if id(variable) not in known and (owned or not is_own(variable)):
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:
             nodes.append(node)
@@ -266,6 +269,11 @@ def generators(roots: Sequence[Any]) -> list[Any]:
         if (isinstance(value, random.Random) and value is not shared)
         or (type(value).__module__.startswith("numpy.random") and hasattr(value, "standard_normal"))
     ]
+
+
+def modules(roots: Sequence[Any]) -> list[nn.Module]:
+    """Those that ``roots`` are or hold."""
+    return [value for _, value in _held(roots) if isinstance(value, nn.Module)]
 
 
 def _held(roots: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from innerloop import _ambient, _captured, _deferred, _second_order, _tree
 from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
 from innerloop._tracing import readable
+from innerloop._watch import asked
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.optim import Rule
 from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
@@ -61,7 +62,7 @@ class Evaluation:
             watch.inspect(tensors_of(self.out), sources.values(), since, again, self.step.roots)
         if create_graph:
             names = list(sources)
-            _second_order.guard(self.total, found, weights, names.__getitem__)
+            _second_order.guard(self.total, found, weights, names.__getitem__, since)
         if self.step.proximal:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
@@ -138,7 +139,7 @@ class Evaluation:
         given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return True
-        return any(_captured.strangers(tensors_of(self.out), sources, since))
+        return any(_captured.strangers(tensors_of(self.out), sources, since, owned=True))
 
     def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - named_leaves(self.meta.anchor)[name])
@@ -153,7 +154,8 @@ class Evaluation:
             out = loss(rebuilt(self.state.params, named), self.batch, *extra)
         else:
             replica = step.model.bind(named, buffers_of("", given))
-            out = loss(replica, self.batch, *extra)
+            with asked(step.model.trained, named):
+                out = loss(replica, self.batch, *extra)
             left = step.model.buffers_of(replica)
             self.keep("", {n: b for n, b in left.items() if n not in step.frozen})
         if step.loss_model is not None:

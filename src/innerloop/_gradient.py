@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from innerloop import _tree
 from innerloop._tracing import readable
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 
@@ -59,18 +57,6 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def has_tangents(*trees: Any) -> bool:
-    """Whether forward-mode derivatives are being taken with respect to any of the tensors."""
-    if forward_ad._current_level < 0:
-        return False
-    leaves = _tree.flatten(trees)[0]
-    return any(
-        forward_ad.unpack_dual(leaf).tangent is not None
-        for leaf in leaves
-        if _tree.differentiable(leaf)
-    )
 
 
 def refuse_higher(

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop._watch import embedding
-from innerloop.nn.batch_norm import batch_norm_forward
+from innerloop.nn.batch_norm import batch_norm_forward, is_transformed
 from innerloop.nn.composed import ComposedNorms
 
 
@@ -104,6 +104,7 @@ def own_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMS = (nn.LayerNorm.forward, nn.InstanceNorm1d.forward)
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 
 
@@ -119,6 +120,8 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     exact = {name: guarded(member) for name, member in methods.items()}
     if _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
+    elif kind.forward in _NORMS:
+        exact["forward"] = _composed_if_transformed(kind.forward)
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
     elif kind is nn.Embedding:
@@ -132,6 +135,18 @@ def _is_batch_norm(kind: type[nn.Module]) -> bool:
     """One of torch's, or one that has its forward."""
     plain = issubclass(kind, _BATCH_NORMS) and not issubclass(kind, LazyModuleMixin)
     return plain and kind.forward is nn.BatchNorm1d.forward
+
+
+def _composed_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """With norms whose derivatives are right under ``torch.func`` and in forward mode."""
+
+    def method(self: nn.Module, x: Tensor) -> Tensor:
+        if not is_transformed():
+            return forward(self, x)
+        with ComposedNorms():
+            return forward(self, x)
+
+    return method
 
 
 def _recurrent_forward(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ class Linearized:
             own = first[: len(self._sources)]
             check_found(own)
             if not step.first_order:
-                _second_order.guard(run.total, own, self._sources, trained.__getitem__)
+                _second_order.guard(run.total, own, self._sources, trained.__getitem__, since)
             self._grads = [None if g is None else g.detach().requires_grad_() for g in own]
             grads = dict(zip(trained, self._grads, strict=True))
             if step.grad_transform is not None:

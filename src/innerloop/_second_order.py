@@ -45,25 +45,31 @@ _clean: set[Any] = set()
 
 
 def guard(
-    loss: Tensor, grads: Sequence[Tensor | None], params: Sequence[Any], names: Callable[[int], str]
+    loss: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[Any],
+    names: Callable[[int], str],
+    since: int = 0,
 ) -> None:
     """Make dead ends of the graph raise a clear error when, and only when, they are reached.
 
     ``grads`` are the inner gradients, made with a graph; ``params`` the weights they belong to, by
-    whose ``grad_fn`` the step ends; ``names`` gives a weight's name for the message. The graph of
-    the gradients is searched only if the loss has operations that have not been searched before.
+    whose ``grad_fn`` the step ends; ``names`` gives a weight's name for the message. Nodes made
+    before ``since`` are none of this step. The graph of the gradients is searched only if the loss
+    has operations that have not been searched before.
     """
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
-    forward = _nodes([loss.grad_fn], ends)
+    forward = _nodes([loss.grad_fn], ends, since)
     kinds = {(type(node), node.name()) for node in forward}
-    if not _NORMS.isdisjoint(name for _, name in kinds):
+    found = _NORMS.intersection(name for _, name in kinds)
+    if found and any(node.name() in found and _by_batch(node) for node in forward):
         for node in {g.grad_fn: None for g in grads if g is not None and g.grad_fn is not None}:
             node.register_hook(_only_twice)
     if kinds <= _clean:
         return
     involved = _leading_to(params, forward, ends)
     for node in involved:
-        if node.name() in _NORMS_TWICE:
+        if node.name() in _NORMS_TWICE and _by_batch(node):
             raise RequirementError(_third(_op_of(node)))
         if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(_op_of(node), node, params, names))
@@ -96,6 +102,11 @@ def _leading_to(params: Sequence[Any], nodes: Sequence[Any], ends: set[Any]) -> 
         level = [u for node in level for u in users.get(node, ()) if u not in involved]
         involved.update(dict.fromkeys(level))
     return list(involved)
+
+
+def _by_batch(norm: Any) -> bool:
+    """Not a batch norm by running statistics, which is linear."""
+    return getattr(norm, "_saved_training", True) and getattr(norm, "_saved_train", True)
 
 
 def _refuse(message: str) -> None:
@@ -139,13 +150,13 @@ def _third(op: str) -> str:
     )
 
 
-def _nodes(starts: Iterable[Any], ends: set[Any]) -> list[Any]:
+def _nodes(starts: Iterable[Any], ends: set[Any], since: int = 0) -> list[Any]:
     seen = set(ends)
     order: list[Any] = []
     stack = [node for node in starts if node is not None]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
         order.append(node)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils._pytree import tree_flatten as flatten
@@ -20,6 +21,7 @@ __all__ = [
     "copied",
     "differentiable",
     "flatten",
+    "has_tangents",
     "map",
     "opaque",
     "plain",
@@ -34,6 +36,14 @@ REGISTER = "torch.utils._pytree.register_dataclass"
 def differentiable(value: Any) -> bool:
     """Whether a leaf can have a derivative: a tensor of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def has_tangents(*trees: Any) -> bool:
+    """Whether forward-mode derivatives are being taken with respect to any of the tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    leaves = [leaf for leaf in flatten(trees)[0] if differentiable(leaf)]
+    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves)
 
 
 def copied(tree: Any) -> Any:

@@ -6,7 +6,8 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C import _autograd
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ForeignError(Exception):
@@ -27,6 +29,16 @@ _NUMBERS = {
     *(Tensor.__index__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
 }
+
+
+_MADE = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+
+
+def _within(values: Any) -> list[Any]:
+    """What lists and tuples hold, at any depth."""
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [leaf for value in values for leaf in _within(value)]
 
 
 class Watch(TorchFunctionMode):
@@ -44,6 +56,8 @@ class Watch(TorchFunctionMode):
             raise ForeignError("it draws from a torch.Generator of its own")
         if self._reads and func in _READS:
             raise ForeignError(f"it looks at values by .{func.__name__}()")
+        if self._reads and func in _MADE and not all(map(_recorded, _within(args))):
+            raise ForeignError(f"it makes a tensor of values of others by {func.__name__}()")
         if self._reads and func in _NUMBERS and not all(map(_recorded, args)):
             # Those of tensors that are recorded, the recording itself refuses.
             raise ForeignError(
@@ -51,6 +65,17 @@ class Watch(TorchFunctionMode):
                 "they would stay as they are now"
             )
         return func(*args, **kwargs)
+
+
+class NumberWatch(TorchDispatchMode):
+    """Refuses that torch itself reads a number from a tensor from outside, as ``alpha=tensor``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not _recorded(args[0]):
+            raise ForeignError(
+                "it uses a tensor from outside as a number: it would stay as it is now"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _recorded(value: Any) -> bool:
@@ -68,11 +93,17 @@ def saved_tensor_hooks() -> Any:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+_EXTREMES = {
+    torch.max: torch.amax,
+    Tensor.max: torch.amax,
+    torch.min: torch.amin,
+    Tensor.min: torch.amin,
+}
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class BatchedWatch(Watch):
-    """The same inside ``vmap``, with two of its answers put right.
+    """The same inside ``vmap``, with what it has wrong put right.
 
     Its rule for embeddings forgets the padding. And what is batched says that it requires no grad,
     since derivatives are taken outside; a loss may ask, to regularize what is trained.
@@ -96,11 +127,41 @@ class BatchedWatch(Watch):
             raise ForeignError(
                 "it computes a part again in the backward, by torch.utils.checkpoint"
             )
+        if func in _EXTREMES and len(args) == 1 and not kwargs:
+            # Its rule gives all of the gradient to one of several equal values.
+            return _EXTREMES[func](args[0])
         if func is functional.embedding:
             return embedding(*args, **(kwargs or {}))
         if func is torch.embedding:
             return _plain_embedding(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def asked(trained: Mapping[str, bool], named: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """While it is active, the tensors ``named`` say that they require grad as ``trained`` has it.
+
+    A loss that asks means the model's parameters. What stands for them may differ, where no graph
+    is wanted.
+    """
+    differing = {
+        id(tensor): trained[name]
+        for name, tensor in named.items()
+        if name in trained and isinstance(tensor, Tensor) and tensor.requires_grad != trained[name]
+    }
+    return _Said(differing) if differing else nullcontext()
+
+
+class _Said(TorchFunctionMode):
+    def __init__(self, answers: dict[int, bool]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == _REQUIRES_GRAD and id(args[0]) in self._answers:
+            return self._answers[id(args[0])]
+        return func(*args, **(kwargs or {}))
 
 
 def _requires_grad(value: Tensor) -> bool:

@@ -82,6 +82,10 @@ class Template:
     def __init__(self, module: nn.Module) -> None:
         self.source = module
         self.params = dict(named_parameters(module))
+        # The weights of a replica are no Parameters; whether they require grad says nothing.
+        self.trained = {
+            name: p.requires_grad for name, p in self.params.items() if isinstance(p, nn.Parameter)
+        }
         self.buffers = dict(_named(module, "_buffers"))
         self.requiring = {name: b for name, b in self.buffers.items() if b.requires_grad}
         """Buffers that no gradient would get to; see :func:`check_buffers`."""

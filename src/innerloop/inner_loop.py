@@ -15,7 +15,6 @@ from innerloop import _tree
 from innerloop._allocator import keep_freed_if_again
 from innerloop._captured import reaches
 from innerloop._evaluation import check_unwritten, versions_of
-from innerloop._gradient import has_tangents
 from innerloop._parts import (
     check_callable,
     check_parts,
@@ -24,6 +23,8 @@ from innerloop._parts import (
     no_settings,
     warn_of_hooks,
 )
+from innerloop._tree import has_tangents
+from innerloop._watch import asked
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
@@ -42,6 +43,9 @@ from innerloop.tasks._way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
 _ALONE = -1  # the number of a run that is not one of several tasks
+
+
+_BASE = "_base"
 
 
 class InnerLoop(nn.Module):
@@ -118,6 +122,7 @@ class InnerLoop(nn.Module):
         self._names: tuple[str, ...] = ()
         self._carried: Any = None
         self._base: Any = None
+        self._first_base: Any = None
         self.settings = nn.ParameterDict()
         if isinstance(optimizer, torch.optim.Optimizer):
             rule = from_torch(optimizer, template.params)
@@ -125,7 +130,7 @@ class InnerLoop(nn.Module):
             if schedule is not None:
                 check_schedule(schedule, optimizer)
             params = [template.params[name] for name in self._names]
-            self._base = start_values(optimizer, schedule)
+            self._base = self._first_base = start_values(optimizer, schedule)
             self.settings = learned_parameters(rule, self.learned, params, self._base)
         elif self.learned or schedule is not None:
             raise InnerLoopError(no_settings(self.learned, schedule))
@@ -475,8 +480,11 @@ class InnerLoop(nn.Module):
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
         measure: Any = loss if self.val_loss is None else self.val_loss
-        versions = versions_of(dict(model.named_parameters()))
-        value = measure(model, val)
+        named = dict(model.named_parameters())
+        versions = versions_of(named)
+        trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        with asked(trained, named):
+            value = measure(model, val)
         check_unwritten(versions)
         value = value[0] if isinstance(value, tuple) and value else value
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
@@ -572,6 +580,17 @@ class InnerLoop(nn.Module):
                 own = {name: slot for name, slot in slots.items() if name != "step"}
                 slots.update(_tree.map(moved, own))
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.schedule, LRScheduler) and self._base != self._first_base:
+            # What the learned settings are measured by since they were written to the optimizer.
+            destination[prefix + _BASE] = [dict(group) for group in self._base]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # type: ignore[override]
+        base = state_dict.pop(prefix + _BASE, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._base = self._first_base if base is None else [dict(group) for group in base]
 
     def train(self, mode: bool = True) -> InnerLoop:
         super().train(mode)

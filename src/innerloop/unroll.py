@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from innerloop._gradient import has_tangents
+from innerloop._tree import has_tangents
 from innerloop.backward import Backward, Tape
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 

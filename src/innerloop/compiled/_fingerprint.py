@@ -124,7 +124,7 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
 
 
 def _tensor(value: Tensor) -> Any:
-    return id(value), value.requires_grad
+    return id(value), value.requires_grad, value.shape
 
 
 def _refused(value: Any) -> Any:

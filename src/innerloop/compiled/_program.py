@@ -18,7 +18,7 @@ from innerloop._ambient import devices_of, preserved, written
 from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 from innerloop._tree import differentiable
-from innerloop._watch import Draws, ForeignError, Watch
+from innerloop._watch import Draws, ForeignError, NumberWatch, Watch
 
 Flat = Callable[..., Sequence[Tensor]]
 
@@ -33,10 +33,15 @@ class Recorded:
     def __init__(self, function: Flat, inputs: Sequence[Tensor]) -> None:
         self.inputs = [t.detach() for t in inputs]
         draws = Draws()
+
+        def watched(*tensors: Tensor) -> Sequence[Tensor]:
+            with NumberWatch():
+                return function(*tensors)
+
         with tracing(), _one_error(), preserved(devices_of(inputs)), Watch(reads=True):
             from torch.fx.experimental.proxy_tensor import make_fx
 
-            self.graph = make_fx(function)(*self.inputs)
+            self.graph = make_fx(watched)(*self.inputs)
         if draws.undone():
             raise NotCompilableError("it draws random numbers outside torch")
         # First, since of what has no other use a shape may have been used.

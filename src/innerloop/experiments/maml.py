@@ -126,7 +126,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "quick": {
         "glyphs": {**_OMNIGLOT, "filters": 16, "iterations": 300, "epoch": 100}
         | {"multi_step_epochs": 0, "first_order_epochs": 1, "val_tasks": 100},
-        "omniglot": {**_OMNIGLOT, "tasks": 4, "iterations": 5500, "epoch": 250}
+        "omniglot": {**_OMNIGLOT, "tasks": 4, "iterations": 8000, "epoch": 250}
         | {"multi_step_epochs": 0, "first_order_epochs": 3, "ensemble": 5},
         "mini-imagenet": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2}
         | {"multi_step_epochs": 2, "first_order_epochs": 0, "val_tasks": 100},

@@ -272,15 +272,18 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _is_transformed(x: Tensor) -> bool:
+def is_transformed() -> bool:
     """Whether forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
 
-    Derivatives of torch's own are wrong there from the second or third on (pytorch#186256).
+    Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256).
     """
     transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
+    return (transforms or forward_ad._current_level >= 0) and not _tracing.active()
+
+
+def _is_transformed(x: Tensor) -> bool:
     return (
-        (transforms or forward_ad._current_level >= 0)
-        and not _tracing.active()
+        is_transformed()
         and x.dim() > 1
         and x.dtype in (torch.float32, torch.float64)
         and x.numel() > x.shape[1]

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _autograd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from innerloop import _captured, _tree
 from innerloop._allocator import share_freed
 from innerloop._ambient import Autocast
-from innerloop._gradient import has_tangents, refuse_higher
-from innerloop._tree import differentiable
+from innerloop._captured import modules
+from innerloop._gradient import refuse_higher
+from innerloop._tree import differentiable, has_tangents
 from innerloop._watch import ForeignError, Watch, saved_tensor_hooks
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
@@ -73,7 +74,7 @@ class threads(Way):
 
     def tried(self, tasks: Any) -> tuple[Ended | None, str]:
         """The result, or why there is none."""
-        if why := _for_now(tasks) or _hooks(tasks.prepared.step):
+        if why := _for_now(tasks) or _hooks(self.known("_modules", modules, tasks)):
             return None, why
         before = torch.get_rng_state()
         count = min(self.n or torch.get_num_threads(), tasks.count)
@@ -240,12 +241,11 @@ def _for_now(tasks: Any) -> str:
     return ""
 
 
-def _hooks(step: Any) -> str:
+def _hooks(parts: list[nn.Module]) -> str:
     """A module with a hook, as a reason: what hooks keep is shared by the threads."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "that there is a forward hook of all modules, which may keep what it sees"
-    parts = [part.source for part in (step.model, step.loss_model) if part is not None]
-    for module in (m for part in parts for m in part.modules()):
+    for module in {id(m): m for part in parts for m in part.modules()}.values():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(not _of_torch(hook) for hook in hooks):
             return f"that {type(module).__name__} has a forward hook, which may keep what it sees"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -49,10 +50,14 @@ class Way:
 
     def draws(self, tasks: Any) -> Draws:
         """The random state before the tasks run, of all generators but torch's."""
-        known = self.__dict__.setdefault("_generators", {})
-        if tasks.mark not in known:
-            known[tasks.mark] = generators(tasks.prepared.step.roots)
-        return Draws(known[tasks.mark])
+        return Draws(self.known("_generators", generators, tasks))
+
+    def known(self, name: str, find: Callable[[Any], Any], tasks: Any) -> Any:
+        """What is found in a model and a loss, looked for once."""
+        found = self.__dict__.setdefault(name, {})
+        if tasks.mark not in found:
+            found[tasks.mark] = find(tasks.prepared.step.roots)
+        return found[tasks.mark]
 
 
 def check_way(tasks: Any) -> None:
