@@ -1,5 +1,6 @@
 """A step that uses a tensor it was not given: the right gradient, or an error that names it."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -663,3 +664,79 @@ def test_a_tensor_deep_in_a_model_is_named(hidden: str, backward: Any) -> None:
     batch = torch.randn(4, 3), torch.randn(4, 1)
     with pytest.raises(il.RequirementError, match=r"'inside'|'_kept\.a\.0'"):
         inner([batch] * 2, batch).backward()
+
+
+# Loops inside the loss of another. --------------------------------------------------------------
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.decay = nn.Linear(2, 2), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def inner_of(head: nn.Module, where: str, features: nn.Module, batch: Any, backward: Any) -> Any:
+    """A loop that uses the outer weights without being given them."""
+    seen = features(batch[0])
+
+    def loss(head: nn.Module, batch: Any) -> Tensor:
+        given = seen if where == "computed" else features(batch[0])
+        decay = features.decay * sum(p.square().sum() for p in head.parameters())
+        return (head(given) - batch[1]).square().mean() + decay
+
+    def scaled(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: g * (1 + features.decay) for name, g in grads.items()}
+
+    transform = scaled if where == "transform" else None
+    sgd = torch.optim.SGD(head.parameters(), lr=0.2)
+    return il.InnerLoop(head, sgd, loss, learn=(), backward=backward, grad_transform=transform)
+
+
+@pytest.mark.parametrize("where", ["called", "computed", "transform"])
+@pytest.mark.parametrize("inside", [il.Tape(), il.Remat(), il.Binomial(1)], ids=repr)
+@pytest.mark.parametrize("outside", [il.Tape(), il.Remat()], ids=repr)
+@pytest.mark.parametrize("first_order", [False, True])
+def test_outer_weights_in_an_inner_loop(
+    where: str, inside: Any, outside: Any, first_order: bool
+) -> None:
+    torch.manual_seed(0)
+    features, head = Features(), nn.Linear(2, 1)
+    batch = torch.randn(5, 2), torch.randn(5, 1)
+
+    def trained(features: nn.Module, batch: Any, backward: Any = inside) -> Tensor:
+        return inner_of(head, where, features, batch, backward)([batch] * 2, batch)
+
+    twin = copy.deepcopy(features)
+    sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(2):
+        sgd.zero_grad()
+        trained(twin, batch, il.Tape()).backward()
+        sgd.step()
+    options = {"backward": outside, "first_order": first_order}
+    outer = il.InnerLoop(
+        features, torch.optim.SGD(features.parameters(), lr=0.1), trained, learn=("lr",), **options
+    )
+    with torch.set_grad_enabled(first_order):
+        adapted = outer.adapt([batch] * 2)
+    for name, expected in twin.named_parameters():
+        torch.testing.assert_close(adapted.params[name].detach(), expected.detach())
+
+
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1)], ids=repr)
+def test_a_step_of_ones_own_that_uses_a_computed_tensor(backward: Any) -> None:
+    start = torch.tensor(0.3, requires_grad=True)
+    factor = start.exp()
+
+    def step(state: Any, meta: Any, batch: Any) -> Any:
+        slope = torch.func.grad(lambda w: factor * (w - batch) ** 2)(state["w"])
+        return {"w": state["w"] - 0.1 * slope}, None
+
+    found = []
+    for each in (backward, il.Tape()):
+        state, _ = il.unroll(step, {"w": torch.tensor(1.0)}, None, [3.0, 2.0], each)
+        found.append(torch.autograd.grad(state["w"], start, retain_graph=True)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].abs() > 0

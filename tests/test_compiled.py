@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import innerloop as il
 from innerloop.compiled._program import NotCompilableError, Recorded
@@ -1049,3 +1050,65 @@ def test_a_tensor_outside_that_gets_another_shape(unit):
     assert_follows(inner, train, val)
     kept.resize_(3).fill_(1.0)
     assert_follows(inner, train, val)
+
+
+@each_unit
+def test_a_method_of_a_container(unit):
+    settings = {"weight": 1.0}
+    get = settings.get
+    inner, train, val = built(unit, lambda m, b: get("weight") * squares(m, b))
+    assert_follows(inner, train, val)
+    settings["weight"] = 2.0
+    assert_follows(inner, train, val)
+
+
+def test_a_method_of_a_list_as_schedule():
+    rates = [1.0, 0.5]
+    inner, train, val = built(steps=2, schedule=rates.__getitem__)
+    assert_follows(inner, train, val)
+    rates[1] = 2.0
+    assert_follows(inner, train, val)
+
+
+@each_unit
+def test_a_view_of_a_dictionary(unit):
+    settings = {"weight": 1.0}
+    values = settings.values()
+    inner, train, val = built(unit, lambda m, b: sum(values) * squares(m, b))
+    assert_follows(inner, train, val)
+    settings["weight"] = 2.0
+    assert_follows(inner, train, val)
+
+
+@each_unit
+def test_an_attribute_of_a_tensor(unit):
+    kept = torch.ones(2)
+    kept.factor = 1.0
+    inner, train, val = built(unit, lambda m, b: kept.factor * kept.sum() * squares(m, b))
+    assert_follows(inner, train, val)
+    kept.factor = 2.0
+    assert_follows(inner, train, val)
+
+
+@each_unit
+def test_a_module_inside_a_function_of_torch(unit):
+    elu = nn.ELU()
+    inner, train, val = built(unit, lambda m, b: torch.vmap(elu)(m(b[0]) - b[1]).square().mean())
+    assert_follows(inner, train, val)
+    elu.alpha = 0.2
+    assert_follows(inner, train, val)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return 2 * found if func is torch.tanh else found
+
+
+@each_unit
+def test_a_function_mode_around_the_call(unit):
+    inner, train, val = built(unit, lambda m, b: torch.tanh(m(b[0]) - b[1]).square().mean())
+    before = result(inner, train, val)
+    with Doubling():
+        assert_follows(inner, train, val)
+    assert_same(result(inner, train, val), before)

@@ -23,7 +23,7 @@ CORE = FOUNDATIONS | {
     "optim",
 }
 AROUND = {"_allocator", "_ambient", "_captured", "_deferred", "_gradient", "_linear", "_mapped"}
-AROUND |= {"_memory"}
+AROUND |= {"_memory", "_fingerprint"}
 STEP = {"state", "_evaluation", "_task_evaluation", "_linearized", "_stationary", "step"}
 LOOP = CORE | AROUND | STEP | {"backward", "unroll", "learn", "schedules", "adapted", "tasks"}
 ALLOWED = {
@@ -31,6 +31,7 @@ ALLOWED = {
     "_tree": set(),
     "_numerics": set(),
     "_watch": set(),
+    "_fingerprint": set(),
     "_tracing": set(),
     "nn": {"_tracing"},
     "_kernels": {"errors", "nn", "_watch"},

@@ -439,3 +439,21 @@ def test_no_step_is_taken_along_what_is_not_finite(where, meta):
     assert all(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
     assert all(p.grad is None for p in inner.parameters())
     assert not any(torch.is_tensor(v) for s in outer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_an_ordinary_run_with_dropout_goes_on_with_its_random_numbers(updates):
+    def dropping():
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(), nn.Linear(8, 1))
+
+    found = []
+    for count in (0, updates):
+        torch.manual_seed(0)
+        inner, train, val = built(dropping, learn=("lr",))
+        meta = optim.SGD(inner.parameters(), lr=1e-9)
+        losses = il.meta_update(inner, [train[0]] * 2, val, meta, count)
+        assert len({loss.item() for loss in losses}) == count  # with numbers of their own each
+        plain(inner.model, inner.optimizer, squares, train)
+        found.append([p.detach().clone() for p in inner.model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -165,3 +165,15 @@ def test_data_that_was_computed_from_what_is_learned(two_cores):
         losses = inner([(factor * x, y) for x, y in train], val, tasks=way)
         found.append(gradients(losses.sum(), inner))
     assert_same(*found)
+
+
+def test_a_closed_over_tensor_that_was_computed_from_what_is_learned(two_cores):
+    def loss(model, batch):
+        return squares(model, batch) * factor
+
+    inner, train, val = built(loss=loss)
+    found = []
+    for way in (il.tasks.auto(), LOOP):
+        factor = inner.model.body.weight.sum().exp()
+        found.append(gradients(inner(train, val, tasks=way).sum(), inner))
+    assert_same(*found)

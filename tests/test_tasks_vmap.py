@@ -1,6 +1,7 @@
 """Tasks in one batched computation: their own masks and statistics, and what cannot be batched."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -309,11 +310,18 @@ def test_weights_say_that_they_require_grad(unit):
     assert_same([found], [expected(train, val, tasks=LOOP)])
 
 
-@pytest.mark.parametrize("function", [torch.max, torch.min, Tensor.max, Tensor.min])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.max, torch.min, Tensor.max, Tensor.min, Tensor.median, torch.nanmedian),
+        lambda x: torch.max(input=x),
+        lambda x: torch.vmap(lambda row: row.max())(x.view(2, -1)).sum(),
+    ],
+)
 def test_equal_extremes_share_their_gradient(function):
     def loss(model, batch):
         out = model(batch[0])
-        return squares(model, batch) + function(torch.cat([out, out]))
+        return squares(model, batch) + function(torch.cat([out, out])).square()
 
     inner, train, val = built(loss=loss)
     assert_alike(inner, train, val)
@@ -344,6 +352,49 @@ def test_a_generator_of_the_losss_own(make, way):
         losses = found(way())
     assert_same([losses], [found(LOOP)])
     assert_same([found(il.tasks.auto())], [losses])
+
+
+RNG = np.random.default_rng(0)
+
+
+class Augmented:
+    rng = np.random.default_rng(0)
+
+    def by_global(self, x):
+        return x + RNG.normal()
+
+    def by_class(self, x):
+        return x + self.rng.normal()
+
+
+def by_nested_function(x):
+    return (lambda x: x + RNG.normal())(x)
+
+
+@pytest.mark.parametrize(
+    "noisy", [Augmented().by_global, Augmented().by_class, by_nested_function, "later"]
+)
+@pytest.mark.parametrize("way", [il.tasks.vmap, il.tasks.threads, il.tasks.auto])
+def test_a_generator_out_of_sight(noisy, way):
+    class Loss:
+        def __call__(self, model, batch):
+            x = batch[0] + self.rng.normal() if noisy == "later" else noisy(batch[0])
+            return squares(model, (x, batch[1]))
+
+    def found(way):
+        loss.rng = np.random.default_rng(0)
+        for generator in (RNG, Augmented.rng):
+            generator.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = inner(train, val, tasks=way)
+        return losses, len(caught)
+
+    loss = Loss()
+    inner, train, val = built(loss=loss)
+    losses, warned = found(way())
+    assert warned == (way is not il.tasks.auto)
+    assert_same([losses], [found(LOOP)[0]])
 
 
 def test_a_seed_that_the_loss_sets():

@@ -7,8 +7,8 @@ of it, or its gradient would silently be missing.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,14 +28,33 @@ _local = threading.local()
 _OWN = "_innerloop_own"
 
 
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("innerloop_depth", default=0)
+
+
 def own(tensor: Tensor) -> Tensor:
     """Mark a leaf that a step made for itself, so that it is not taken for a stranger."""
-    setattr(tensor, _OWN, True)
+    setattr(tensor, _OWN, _depth.get())
     return tensor
 
 
 def is_own(tensor: Tensor) -> bool:
-    return hasattr(tensor, _OWN)
+    """Whether it was made so, and not by a loop in whose loss this one is."""
+    return getattr(tensor, _OWN, -1) >= _depth.get()
+
+
+def depth() -> int:
+    """In the losses of how many loops this is."""
+    return _depth.get()
+
+
+@contextlib.contextmanager
+def at_depth(depth: int) -> Iterator[None]:
+    """What is called inside is in the losses of so many loops."""
+    token = _depth.set(depth)
+    try:
+        yield
+    finally:
+        _depth.reset(token)
 
 
 class Suspects:
@@ -139,12 +158,9 @@ def sequence_number() -> int:
 
 
 def strangers(
-    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int, owned: bool = False
+    outputs: Iterable[Tensor], sources: Iterable[Tensor], since: int
 ) -> tuple[list[Tensor], list[Any]]:
-    """Leaves, and nodes of the graph made before ``since``, that ``outputs`` depend on.
-
-    With ``owned``, leaves too that stand for weights in another loop around this one.
-    """
+    """Leaves, and nodes of the graph made before ``since``, that ``outputs`` depend on."""
     sources = list(sources)
     known = {id(t) for t in sources}
     seen = {t.grad_fn for t in sources if t.grad_fn is not None}
@@ -158,7 +174,7 @@ def strangers(
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if id(variable) not in known and (owned or not is_own(variable)):
+            if id(variable) not in known and not is_own(variable):
                 leaves[id(variable)] = variable
         elif node._sequence_nr() < since:
             nodes.append(node)
@@ -258,22 +274,6 @@ def _found(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str,
         if isinstance(value, Tensor) and path and wanted(value):
             return path, value
     return None
-
-
-def generators(roots: Sequence[Any]) -> list[Any]:
-    """Those of Python and NumPy that ``roots`` hold, the global ones left out."""
-    shared = getattr(random.seed, "__self__", None)
-    return [
-        value
-        for _, value in _held(roots)
-        if (isinstance(value, random.Random) and value is not shared)
-        or (type(value).__module__.startswith("numpy.random") and hasattr(value, "standard_normal"))
-    ]
-
-
-def modules(roots: Sequence[Any]) -> list[nn.Module]:
-    """Those that ``roots`` are or hold."""
-    return [value for _, value in _held(roots) if isinstance(value, nn.Module)]
 
 
 def _held(roots: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -139,7 +139,7 @@ class Evaluation:
         given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return True
-        return any(_captured.strangers(tensors_of(self.out), sources, since, owned=True))
+        return any(_captured.strangers(tensors_of(self.out), sources, since))
 
     def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - named_leaves(self.meta.anchor)[name])
@@ -150,11 +150,13 @@ class Evaluation:
         if step.loss_model is not None:
             loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", given))
         extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
+        around = _captured.at_depth(_captured.depth() + 1)
         if step.model is None:
-            out = loss(rebuilt(self.state.params, named), self.batch, *extra)
+            with around:
+                out = loss(rebuilt(self.state.params, named), self.batch, *extra)
         else:
             replica = step.model.bind(named, buffers_of("", given))
-            with asked(step.model.trained, named):
+            with around, asked(step.model.trained, named):
                 out = loss(replica, self.batch, *extra)
             left = step.model.buffers_of(replica)
             self.keep("", {n: b for n, b in left.items() if n not in step.frozen})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _autograd
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_batchedtensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,11 +93,31 @@ def saved_tensor_hooks() -> Any:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-_EXTREMES = {
-    torch.max: torch.amax,
-    Tensor.max: torch.amax,
-    torch.min: torch.amin,
-    Tensor.min: torch.amin,
+def _median(input: Tensor) -> Tensor:
+    return _shared(input, torch.median(input.detach()))
+
+
+def _nanmedian(input: Tensor) -> Tensor:
+    return _shared(input, torch.nanmedian(input.detach()))
+
+
+def _shared(input: Tensor, value: Tensor) -> Tensor:
+    """The value, whose gradient is shared by all that are equal to it."""
+    equal = input == value
+    moved = torch.where(equal, input - input.detach(), 0.0)
+    return value + moved.sum() / equal.sum() if input.is_floating_point() else value
+
+
+def _is_mapped_once() -> bool:
+    stack = get_interpreter_stack()
+    return stack is not None and len(stack) == 1
+
+
+_OF_ALL = {
+    **dict.fromkeys((torch.max, Tensor.max), torch.amax),
+    **dict.fromkeys((torch.min, Tensor.min), torch.amin),
+    **dict.fromkeys((torch.median, Tensor.median), _median),
+    **dict.fromkeys((torch.nanmedian, Tensor.nanmedian), _nanmedian),
 }
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -127,9 +147,9 @@ class BatchedWatch(Watch):
             raise ForeignError(
                 "it computes a part again in the backward, by torch.utils.checkpoint"
             )
-        if func in _EXTREMES and len(args) == 1 and not kwargs:
+        if func in _OF_ALL and len(args) + len(kwargs or {}) == 1 and _is_mapped_once():
             # Its rule gives all of the gradient to one of several equal values.
-            return _EXTREMES[func](args[0])
+            return _OF_ALL[func](*args, **(kwargs or {}))
         if func is functional.embedding:
             return embedding(*args, **(kwargs or {}))
         if func is torch.embedding:

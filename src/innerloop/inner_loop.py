@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from innerloop import _tree
 from innerloop._allocator import keep_freed_if_again
@@ -270,6 +272,8 @@ class InnerLoop(nn.Module):
             self.backward,
             self.learned,
             torch.get_default_dtype(),
+            _get_current_function_mode_stack(),
+            _get_current_dispatch_mode_stack(),
             *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._ambient import Randomness, devices_of
+from innerloop._ambient import Randomness, devices_of, preserved
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
@@ -32,8 +32,9 @@ def meta_update(
     measured on ``val``; the model, the optimizer and their gradients are left as they are, except
     for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
     new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
-    counts. An LBFGS evaluates an update several times: from the same state, on the same data, with
-    the same random numbers. Returns the validation losses.
+    counts. Random numbers of the ordinary run, as of its dropout, go on where they were, but for
+    those that such functions draw. An LBFGS evaluates an update several times: from the same state,
+    on the same data, with the same random numbers. Returns the validation losses.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -61,21 +62,32 @@ def meta_update(
             param.grad = grad
         return value.detach()
 
-    kept = [p.grad for p in phi]
+    kept, devices = [p.grad for p in phi], devices_of(inner.parameters())
+    own: Randomness | None = None
     try:
         for _ in range(updates):  # line 1
             once = partial(evaluated, _given(train), _given(val))
-            if isinstance(meta_optimizer, torch.optim.LBFGS):
-                again = _repeatable(inner, once)
-                losses.append(meta_optimizer.step(again))  # type: ignore[arg-type]
-                continue
-            with torch.enable_grad():
-                losses.append(once())
-            meta_optimizer.step()  # line 16
+            # An ordinary run goes on with its random numbers; those of the updates follow another.
+            with preserved(devices):
+                if own is not None:
+                    own.set()
+                losses.append(_taken(inner, meta_optimizer, once))
+                own = Randomness(devices)
     finally:
         for param, grad in zip(phi, kept, strict=True):
             param.grad = grad
     return losses
+
+
+def _taken(
+    inner: InnerLoop, meta_optimizer: torch.optim.Optimizer, once: Callable[[], Tensor]
+) -> Tensor:
+    if isinstance(meta_optimizer, torch.optim.LBFGS):
+        return meta_optimizer.step(_repeatable(inner, once))  # type: ignore[arg-type, return-value]
+    with torch.enable_grad():
+        found = once()
+    meta_optimizer.step()  # line 16
+    return found
 
 
 def _repeatable(inner: InnerLoop, once: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -19,7 +19,7 @@ from innerloop._task_evaluation import TaskEvaluation
 from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, check_buffers, functional
-from innerloop.optim import Rule
+from innerloop.optim import Elsewhere, Rule
 from innerloop.state import Meta, State, buffers_of, named_leaves, rebuilt
 
 Loss = Callable[..., Any]
@@ -194,7 +194,8 @@ class InnerStep:
             found = rebuilt(state.params, grads)
             if not self.evaluates:
                 return self.rule.update(state.params, found, state.opt, hyper)
-            return self.rule.update(state.params, found, state.opt, hyper, evaluate=run.elsewhere)
+            elsewhere = Elsewhere(run.elsewhere, run.value)
+            return self.rule.update(state.params, found, state.opt, hyper, evaluate=elsewhere)
 
     def initial(self, params: Any) -> Any:
         """The optimizer's state before the first step."""

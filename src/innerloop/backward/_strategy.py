@@ -42,8 +42,12 @@ def taken(step: Step, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
 
     What :func:`innerloop.inner_step` makes does not write to them.
     """
-    own = hasattr(getattr(step, "__self__", step), "roots")
-    return step(state if own else _tree.copied(state), meta, batch)
+    return step(state if is_known(step) else _tree.copied(state), meta, batch)
+
+
+def is_known(step: Step) -> bool:
+    """Whether :func:`innerloop.inner_step` made it."""
+    return hasattr(getattr(step, "__self__", step), "roots")
 
 
 def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -32,6 +32,7 @@ from innerloop.backward._strategy import (
     detached,
     differentiable,
     fold,
+    is_known,
     stacked,
     taken,
 )
@@ -56,7 +57,7 @@ class Walk:
         ahead: bool = True,
     ) -> None:
         self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
-        self.ahead = ahead
+        self.ahead, self.depth = ahead, _captured.depth()
         self.lean = False
         """Whether steps now leave out values that only their first run is asked for."""
         self.left = 0
@@ -339,7 +340,12 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_higher("This strategy's backward")
-        return None, None, *ctx.walk.pulled(grads)
+        with _captured.at_depth(ctx.walk.depth):
+            return None, None, *ctx.walk.pulled(grads)
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in _tree.flatten(tree)[0])
 
 
 def walk(
@@ -351,7 +357,11 @@ def walk(
     ahead: bool,
 ) -> tuple[Any, Any]:
     """Fold ``step`` over the batches; the backward follows ``schedule``."""
-    if not len(batches) or not torch.is_grad_enabled():
+    alone = not torch.is_grad_enabled() or (
+        # A step of one's own may use a tensor that it was not given: then the plain loop has it.
+        not is_known(step) and not _any_requires_grad((state, meta, list(batches)))
+    )
+    if not len(batches) or alone:
         state, outs = fold(step, state, meta, batches)
         return state, stacked(outs)
     return Walk(step, state, meta, batches, schedule, ahead).result()

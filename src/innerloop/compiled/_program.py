@@ -15,16 +15,13 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop._ambient import devices_of, preserved, written
+from innerloop._fingerprint import NotCompilableError as NotCompilableError
 from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 from innerloop._tree import differentiable
 from innerloop._watch import Draws, ForeignError, NumberWatch, Watch
 
 Flat = Callable[..., Sequence[Tensor]]
-
-
-class NotCompilableError(Exception):
-    """Why a computation has to run as it is."""
 
 
 class Recorded:

@@ -11,6 +11,7 @@ import torch
 
 from innerloop.optim._blocks import Block as Block
 from innerloop.optim._blocks import OptState as OptState
+from innerloop.optim._family import Elsewhere as Elsewhere
 from innerloop.optim._family import Family
 from innerloop.optim._from_torch import family_of, read
 from innerloop.optim._rule import Rule as Rule

@@ -15,6 +15,16 @@ Value = float | Tensor
 Slots = dict[str, Any]
 
 
+class Elsewhere:
+    """The loss and its gradients at other weights; ``here``, the loss at the present ones."""
+
+    def __init__(self, function: Callable[[Any], tuple[Tensor, Any]], here: Tensor | None) -> None:
+        self.function, self.here = function, here
+
+    def __call__(self, params: Any) -> tuple[Tensor, Any]:
+        return self.function(params)
+
+
 @dataclass(frozen=True)
 class Packed:
     """One block of parameters seen as a single real tensor, and what an update needs besides it.
@@ -30,7 +40,7 @@ class Packed:
     options: Mapping[str, Any]
     spread: Callable[[Any], Any]
     """Takes one value per parameter to one per element; anything else it leaves as it is."""
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    evaluate: Elsewhere | None = None
     """The loss and its gradient at other weights, for rules that ask for them (LBFGS)."""
 
 

@@ -28,11 +28,10 @@ from innerloop.optim._blocks import (
     write_settings,
     write_state,
 )
-from innerloop.optim._family import Family, Packed, Slots
+from innerloop.optim._family import Elsewhere, Family, Packed, Slots
 from innerloop.optim._settings import Group, merged, seen_by_block
 
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
-FlatEvaluate = Callable[[list[Tensor]], tuple[Tensor, list[Tensor | None]]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,13 @@ class Rule:
 
         try:
             new, new_state = step(
-                self.family, groups, sizes, leaves, grad_leaves, state, at if evaluate else None
+                self.family,
+                groups,
+                sizes,
+                leaves,
+                grad_leaves,
+                state,
+                Elsewhere(at, getattr(evaluate, "here", None)) if evaluate else None,
             )
         except KeyError as error:
             raise InnerLoopError(
@@ -277,7 +282,7 @@ def step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     state: OptState,
-    evaluate: FlatEvaluate | None = None,
+    evaluate: Elsewhere | None = None,
 ) -> tuple[list[Tensor], OptState]:
     """One update of every block, with the settings of ``groups``."""
     place = [(g, i) for g, size in enumerate(sizes) for i in range(size)]
@@ -373,7 +378,7 @@ def _packed(
         hyper=hyper,
         options={name: group.get(name, default) for name, default in family.options.items()},
         spread=spread,
-        evaluate=None if evaluate is None else at,
+        evaluate=None if evaluate is None else Elsewhere(at, evaluate.here),
     )
 
 

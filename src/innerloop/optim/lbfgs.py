@@ -82,7 +82,8 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     params, grads = packed.params.reshape(-1), packed.grads.reshape(-1)
     if isinstance(lr, Tensor) and lr.dim() > 0:
         lr = lr.reshape(-1)
-    loss = float(evaluate(params)[0].detach())
+    here = evaluate(params)[0] if evaluate.here is None else evaluate.here
+    loss = float(here.detach())
     evals = 1
     slots = {**packed.slots, "func_evals": packed.slots["func_evals"] + 1}
     if _most(grads) <= options["tolerance_grad"]:

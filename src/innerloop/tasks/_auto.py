@@ -11,12 +11,13 @@ from torch import Tensor
 
 from innerloop._allocator import freed_kept
 from innerloop._ambient import devices_of, preserved
+from innerloop._captured import sequence_number, strangers
 from innerloop._mapped import NotBatchableError, first_line
 from innerloop._watch import ForeignError, Watch
 from innerloop.tasks._loop import loop
 from innerloop.tasks._threads import threads
 from innerloop.tasks._vmap import vmap
-from innerloop.tasks._way import Ended, Way
+from innerloop.tasks._way import Ended, Way, draws
 
 _SHORT = 2.0  # seconds: shorter trials are repeated, since a first one also fills caches
 
@@ -88,7 +89,8 @@ def _tried(
     for _ in range(2):
         if best is not None and best > _SHORT:
             break
-        start, draws = time.perf_counter(), way.draws(tasks)
+        drawn, since = draws(tasks), sequence_number()
+        start = time.perf_counter()
         with preserved(devices_of(inputs)):
             before = torch.get_rng_state()
             try:
@@ -97,12 +99,11 @@ def _tried(
                     return Trial(way, None, why)
                 if not inputs or not losses.requires_grad:
                     return None
-                random = draws.undone() or not torch.equal(before, torch.get_rng_state())
+                random = drawn.undone() or not torch.equal(before, torch.get_rng_state())
+                total = losses.sum()
                 # What was computed before the call has to outlast the trials.
-                keep = any(t.grad_fn is not None for t in inputs)
-                grads = torch.autograd.grad(
-                    losses.sum(), inputs, retain_graph=keep, allow_unused=True
-                )
+                keep = bool(strangers([total], [], since)[1])
+                grads = torch.autograd.grad(total, inputs, retain_graph=keep, allow_unused=True)
                 _synchronize(tasks.device)
             except NotBatchableError as error:
                 return Trial(way, None, str(error))

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from innerloop import _captured, _tree
 from innerloop._allocator import share_freed
 from innerloop._ambient import Autocast
-from innerloop._captured import modules
+from innerloop._fingerprint import generators
 from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable, has_tangents
-from innerloop._watch import ForeignError, Watch, saved_tensor_hooks
+from innerloop._watch import Draws, ForeignError, Watch, saved_tensor_hooks
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
-from innerloop.tasks._way import Ended, Way, warn_of_loop
+from innerloop.tasks._way import Ended, Way, surroundings, warn_of_loop
 
 T = TypeVar("T")
 _local = threading.local()
@@ -74,13 +74,14 @@ class threads(Way):
 
     def tried(self, tasks: Any) -> tuple[Ended | None, str]:
         """The result, or why there is none."""
-        if why := _for_now(tasks) or _hooks(self.known("_modules", modules, tasks)):
+        held = surroundings(tasks)
+        if why := _for_now(tasks) or _hooks(held):
             return None, why
         before = torch.get_rng_state()
         count = min(self.n or torch.get_num_threads(), tasks.count)
         first = tasks.mark not in self._seen and not tasks.compiled  # Programs draw none.
         each = [_Task(tasks, t, first) for t in range(tasks.count)]
-        draws = self.draws(tasks)
+        draws = Draws(generators(held))
         try:
             _parallel(count, each, _Task.run)
         except ForeignError as error:
@@ -241,11 +242,11 @@ def _for_now(tasks: Any) -> str:
     return ""
 
 
-def _hooks(parts: list[nn.Module]) -> str:
+def _hooks(held: list[Any]) -> str:
     """A module with a hook, as a reason: what hooks keep is shared by the threads."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "that there is a forward hook of all modules, which may keep what it sees"
-    for module in {id(m): m for part in parts for m in part.modules()}.values():
+    for module in (value for value in held if isinstance(value, nn.Module)):
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(not _of_torch(hook) for hook in hooks):
             return f"that {type(module).__name__} has a forward hook, which may keep what it sees"

@@ -10,7 +10,7 @@ from torch import nn
 from innerloop._mapped import NotBatchableError
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
-from innerloop.tasks._way import Ended, EndedTogether, Way, warn_of_loop
+from innerloop.tasks._way import Ended, EndedTogether, Way, draws, warn_of_loop
 
 
 @dataclasses.dataclass
@@ -53,9 +53,9 @@ class vmap(Way):
 
     def tried(self, tasks: Any) -> Ended:
         """The same, with an error where batching is impossible."""
-        draws = self.draws(tasks)
+        before = draws(tasks)
         state, outs, losses = self._frozen(tasks).together()
-        if draws.undone():
+        if before.undone():
             raise NotBatchableError("the loss or the model draws random numbers outside torch")
         return EndedTogether(state, outs, losses, tasks.count)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from innerloop._captured import generators
+from innerloop._fingerprint import generators, reached
 from innerloop._mapped import sliced
 from innerloop._watch import Draws
 from innerloop.errors import InnerLoopError, four_part
@@ -48,16 +47,15 @@ class Way:
     def run(self, tasks: Any) -> Ended:
         raise NotImplementedError
 
-    def draws(self, tasks: Any) -> Draws:
-        """The random state before the tasks run, of all generators but torch's."""
-        return Draws(self.known("_generators", generators, tasks))
 
-    def known(self, name: str, find: Callable[[Any], Any], tasks: Any) -> Any:
-        """What is found in a model and a loss, looked for once."""
-        found = self.__dict__.setdefault(name, {})
-        if tasks.mark not in found:
-            found[tasks.mark] = find(tasks.prepared.step.roots)
-        return found[tasks.mark]
+def surroundings(tasks: Any) -> list[Any]:
+    """Every object that the model and the loss hold."""
+    return reached(*tasks.prepared.step.roots, tasks.value)
+
+
+def draws(tasks: Any) -> Draws:
+    """The random state before the tasks run, of all generators but torch's."""
+    return Draws(generators(surroundings(tasks)))
 
 
 def check_way(tasks: Any) -> None:

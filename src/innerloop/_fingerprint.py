@@ -1,9 +1,10 @@
-"""What a recorded program took for constants: the plain values that functions and objects hold."""
+"""What functions and objects hold, and with it all that a recorded program took for constants."""
 
 from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import contextvars
 import ctypes
 import dis
@@ -20,10 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from innerloop.compiled._program import NotCompilableError
+
+class NotCompilableError(Exception):
+    """Why a computation has to run as it is."""
+
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
-_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque)
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque, *_VIEWS)
 # What every class has from Python itself.
 _OF_PYTHON = (
     types.BuiltinFunctionType,
@@ -49,7 +54,7 @@ _EVERYWHERE = (
     nn.modules.module._global_backward_hooks,
     nn.modules.module._global_backward_pre_hooks,
 )
-_ANYWHERE = frozenset({"eval", "exec", "globals"})
+_ANYWHERE = frozenset({"__import__", "eval", "exec", "globals"})
 """What reads names that are not in the code."""
 _BY_NAME = frozenset({"attrgetter", "getattr", "vars"})
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
@@ -97,6 +102,42 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
     raise NotCompilableError("the model or the loss holds more objects than can be looked through")
 
 
+def reached(*roots: Any) -> list[Any]:
+    """Every object that ``roots`` hold, as far as they can be looked through."""
+    seen: dict[int, Any] = {}
+    level: list[Any] = list(roots)
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind in _PLAIN or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            parts = _treatment(kind)[1]
+            if parts is not None:
+                with contextlib.suppress(NotCompilableError):
+                    below += parts(value)
+        level = below
+        if not level or len(seen) > _MOST:
+            break
+    return list(seen.values())
+
+
+def generators(values: Iterable[Any]) -> list[Any]:
+    """Those of Python and NumPy among them, the global ones left out."""
+    shared = getattr(random.seed, "__self__", None)
+    return [
+        value
+        for value in values
+        if (isinstance(value, random.Random) and value is not shared)
+        or (_of_numpy_random(type(value)) and hasattr(value, "standard_normal"))
+    ]
+
+
+def _of_numpy_random(kind: type) -> bool:
+    return str(kind.__module__).startswith("numpy.random")
+
+
 # What becomes of a value, by its type. --------------------------------------------------------
 
 _Parts = Callable[[Any], Iterable[Any]]
@@ -106,10 +147,10 @@ _Parts = Callable[[Any], Iterable[Any]]
 def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
     """What tells a value of this type from another, and what it is made of."""
     if issubclass(kind, Tensor):
-        return _tensor, None
+        return _tensor, _of_tensor
     if issubclass(kind, _STREAMS) or hasattr(kind, "__next__"):
         return _refused, None
-    if kind.__module__.startswith("numpy.random"):
+    if _of_numpy_random(kind):
         return _refused, None
     if issubclass(kind, functools._lru_cache_wrapper):
         return _cached, None
@@ -125,6 +166,12 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
 
 def _tensor(value: Tensor) -> Any:
     return id(value), value.requires_grad, value.shape
+
+
+def _of_tensor(value: Tensor) -> Iterable[Any]:
+    """Attributes that somebody gave it, such as a rate of its own."""
+    own = value.__dict__
+    return (tuple(own), *own.values()) if own else ()
 
 
 def _refused(value: Any) -> Any:
@@ -260,7 +307,7 @@ def _member(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any]:
-    if _is_library(function.__module__):
+    if _is_library(function.__module__) and function.__closure__ is None:
         return ()
     code, names = function.__code__, function.__globals__
     found: list[Any] = [code, *(function.__defaults__ or ())]
@@ -273,6 +320,8 @@ def _of_function(function: types.FunctionType) -> Iterable[Any]:
             found.append(cell.cell_contents)
         except ValueError:
             found.append(None)
+    if _is_library(names.get("__name__")):
+        return found  # It may wrap something of the user's.
     reads = _reads(code)
     if anywhere := (reads.names & _ANYWHERE) - names.keys():
         raise NotCompilableError(f"it calls {min(anywhere)}(), which may read anything")
@@ -329,9 +378,17 @@ def _of_object(value: Any) -> Iterable[Any]:
     return found
 
 
-_OPAQUE = types.BuiltinFunctionType | types.CodeType | logging.Logger
+def _of_builtin(value: types.BuiltinFunctionType) -> Iterable[Any]:
+    """What a method of a list or the like belongs to."""
+    own = value.__self__
+    return () if own is None or isinstance(own, types.ModuleType) else (own,)
+
+
+_OPAQUE = types.CodeType | logging.Logger
 _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
     (types.MethodType, _of_method),
+    (types.BuiltinFunctionType, _of_builtin),
+    (types.MethodWrapperType, _of_builtin),
     (types.FunctionType, _of_function),
     (functools.partial, _of_partial),
     (nn.Module, _of_layer),
@@ -350,8 +407,8 @@ def _own_bases(kind: type) -> tuple[type, ...]:
 
 
 @functools.cache
-def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+def _is_library(module: Any) -> bool:
+    return str(module or "").partition(".")[0] in _LIBRARIES
 
 
 @functools.cache
