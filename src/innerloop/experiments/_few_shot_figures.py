@@ -56,7 +56,8 @@ def learned(name: str, records: list[dict[str, Any]]) -> Figure:
     count = panels.shape[1]
     titles = _titles(name, count, values.ndim)
     figure = Figure(figsize=(max(3.2 * count, 5), 3.4), layout="constrained")
-    for k, axes in enumerate(figure.subplots(1, count, sharey=True, squeeze=False)[0]):
+    alike = name != "betas"  # The second beta moves in thousandths.
+    for k, axes in enumerate(figure.subplots(1, count, sharey=alike, squeeze=False)[0]):
         groups = panels.shape[2]
         for g in range(groups):
             colour = colormaps["viridis"](g / max(groups - 1, 1))
