@@ -1,15 +1,19 @@
 """What a compiled program took for constants: changes are noticed, and nothing else is."""
 
 import array
+import collections
 import ctypes
 import enum
 import functools
 import gc
+import importlib
 import logging
+import os
 import random
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from innerloop.compiled import NotCompilableError, fingerprint
+from innerloop._fingerprint import NotCompilableError, fingerprint, reached
 
 
 def _scaled(x: Any) -> Any:
@@ -292,3 +296,50 @@ def test_tensors_are_known_by_identity() -> None:
     tensor.add_(1)  # It is handed to the program, as weights are.
     assert fingerprint(tensor) == before
     assert fingerprint(tensor.clone()) != before
+
+
+class Lazy(collections.OrderedDict[str, Any]):
+    """As registries of large packages are: what they hold is made when somebody asks."""
+
+    def keys(self) -> Any:
+        raise AssertionError("asked")
+
+    values = __len__ = __iter__ = keys
+
+
+def test_containers_are_looked_at_without_their_own_methods() -> None:
+    held = Lazy()
+    dict.__setitem__(held, "weight", 1.0)
+
+    def function() -> Any:
+        return held
+
+    before = fingerprint(function)
+    dict.__setitem__(held, "weight", 2.0)
+    assert fingerprint(function) != before
+    assert any(value is held for value in reached(function))
+
+
+def test_the_code_of_python_itself_is_not_followed() -> None:
+    """A path leads by way of ``expanduser`` to all modules there are."""
+    held = [Path("a")]
+    assert len(reached(lambda: held)) < 50
+    assert len(fingerprint(lambda: held)) < 200
+
+
+def test_the_environment_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function() -> str:
+        return os.environ["WEIGHT"]
+
+    monkeypatch.setenv("WEIGHT", "1")
+    before = fingerprint(function)
+    monkeypatch.setenv("WEIGHT", "2")
+    assert fingerprint(function) != before
+
+
+def test_modules_by_name_are_refused() -> None:
+    def function() -> Any:
+        return importlib.import_module("os")
+
+    with pytest.raises(NotCompilableError, match="import_module"):
+        fingerprint(function)

@@ -15,7 +15,8 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ class NotCompilableError(Exception):
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-_CONTAINERS = (list, tuple, dict, Mapping, set, frozenset, collections.deque, *_VIEWS)
+_CONTAINERS = (list, tuple, dict, types.MappingProxyType, set, frozenset, collections.deque)
+_CONTAINERS += _VIEWS
 # What every class has from Python itself.
 _OF_PYTHON = (
     types.BuiltinFunctionType,
@@ -57,7 +59,10 @@ _EVERYWHERE = (
 _ANYWHERE = frozenset({"__import__", "eval", "exec", "globals"})
 """What reads names that are not in the code."""
 _BY_NAME = frozenset({"attrgetter", "getattr", "vars"})
+_SITES = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES = frozenset({"torch", "innerloop", "builtins", "numpy", "typing", "collections", "abc"})
+_NOT_READ = _LIBRARIES | sys.stdlib_module_names
+"""Whose code is not read; values of modules that code names are, as ``os.environ``."""
 
 
 class _Print(tuple[Any, ...]):
@@ -103,7 +108,10 @@ def fingerprint(*roots: Any) -> tuple[Any, ...]:
 
 
 def reached(*roots: Any) -> list[Any]:
-    """Every object that ``roots`` hold, as far as they can be looked through."""
+    """Every object that ``roots`` hold, as far as they can be looked through.
+
+    The code of packages that are installed is left out: it names far more than it uses.
+    """
     seen: dict[int, Any] = {}
     level: list[Any] = list(roots)
     for _ in range(_DEPTH):
@@ -114,7 +122,8 @@ def reached(*roots: Any) -> list[Any]:
                 continue
             seen[id(value)] = value
             parts = _treatment(kind)[1]
-            if parts is not None:
+            code = isinstance(value, type | types.FunctionType)
+            if parts is not None and not (code and _is_installed(str(value.__module__))):
                 with contextlib.suppress(NotCompilableError):
                     below += parts(value)
         level = below
@@ -159,8 +168,9 @@ def _treatment(kind: type) -> tuple[Callable[[Any], Any], _Parts | None]:
     if hasattr(kind, "tobytes") and hasattr(kind, "dtype"):
         return _array, None
     if issubclass(kind, _CONTAINERS):
-        parts = _of_mapping if issubclass(kind, Mapping) else list
-        return _container, parts if _is_library(kind.__module__) else _with_attributes(parts)
+        base = next(base for base in _CONTAINERS if issubclass(kind, base))
+        mark, parts = _container(base), _contained(base)
+        return mark, parts if _is_library(kind.__module__) else _with_attributes(parts)
     return id, next((parts for base, parts in _OBJECTS if issubclass(kind, base)), _of_object)
 
 
@@ -195,17 +205,22 @@ def _array(value: Any) -> Any:
     return type(value), value.dtype.str, value.shape, value.tobytes()
 
 
-def _container(value: Any) -> Any:
+# By the methods of Python's own classes: those of a subclass may do anything.
+
+
+def _container(base: Any) -> Callable[[Any], Any]:
     """Not its identity: it may have been made for the occasion."""
-    return type(value), len(value)
+    return lambda value: (type(value), base.__len__(value))
+
+
+def _contained(base: Any) -> _Parts:
+    if base in (dict, types.MappingProxyType):
+        return lambda value: [*base.keys(value), *base.values(value)]
+    return lambda value: list(base.__iter__(value))
 
 
 def _with_attributes(parts: _Parts) -> _Parts:
     return lambda value: [*parts(value), *_of_object(value)]
-
-
-def _of_mapping(value: Mapping[Any, Any]) -> Iterable[Any]:
-    return [*value.keys(), *value.values()]
 
 
 def _of_method(value: types.MethodType) -> Iterable[Any]:
@@ -307,7 +322,7 @@ def _member(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _of_function(function: types.FunctionType) -> Iterable[Any]:
-    if _is_library(function.__module__) and function.__closure__ is None:
+    if _is_not_read(function.__module__) and function.__closure__ is None:
         return ()
     code, names = function.__code__, function.__globals__
     found: list[Any] = [code, *(function.__defaults__ or ())]
@@ -320,10 +335,13 @@ def _of_function(function: types.FunctionType) -> Iterable[Any]:
             found.append(cell.cell_contents)
         except ValueError:
             found.append(None)
-    if _is_library(names.get("__name__")):
+    if _is_not_read(names.get("__name__")):
         return found  # It may wrap something of the user's.
     reads = _reads(code)
-    if anywhere := (reads.names & _ANYWHERE) - names.keys():
+    anywhere = (reads.names & _ANYWHERE) - names.keys()
+    if any("import_module" in group for group in reads.groups):
+        anywhere |= {"import_module"}
+    if anywhere:
         raise NotCompilableError(f"it calls {min(anywhere)}(), which may read anything")
     for group in reads.groups:
         for name in group:
@@ -403,12 +421,23 @@ _OBJECTS: tuple[tuple[Any, _Parts | None], ...] = (
 
 @functools.cache
 def _own_bases(kind: type) -> tuple[type, ...]:
-    return tuple(base for base in kind.__mro__ if not _is_library(base.__module__))
+    return tuple(base for base in kind.__mro__ if not _is_not_read(base.__module__))
 
 
 @functools.cache
 def _is_library(module: Any) -> bool:
     return str(module or "").partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def _is_not_read(module: Any) -> bool:
+    return str(module or "").partition(".")[0] in _NOT_READ
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
+    return not _SITES.isdisjoint(Path(file).parts)
 
 
 @functools.cache
