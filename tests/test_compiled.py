@@ -1013,9 +1013,8 @@ def test_numbers_that_torch_reads_from_a_tensor_outside(unit, name):
         unit, lambda m, b: READ_AS_NUMBERS[name](m(b[0]) - b[1], weight).square().mean(), tasks=()
     )
     with pytest.warns(UserWarning, match="outside|of values"):
-        before = inner(train, val, tasks=False)
+        inner(train, val, tasks=False)
     weight.fill_(0.5)
-    assert inner(train, val, tasks=False) != before or name in ("eps", "arange", "slope")
     assert_follows(inner, train, val, tasks=False, used=False)
 
 

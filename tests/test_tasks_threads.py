@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import innerloop as il
 from references import Net, squares
 from test_errors import refuses
-from test_tasks import STEPS, TASKS, built, normed
+from test_tasks import STEPS, TASKS, built, normed, seeding
 from ways import assert_same, gradients
 
 LOOP = il.tasks.loop()
@@ -532,14 +532,7 @@ def test_tasks_in_threads_inside_a_task_in_a_thread():
 
 def test_draws_after_which_the_random_state_is_put_back():
     """The state afterwards tells nothing."""
-
-    def loss(model, batch):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            noise = torch.randn(())
-        return squares(model, (batch[0] + noise, batch[1]))
-
-    inner, train, val = built(loss=loss)
+    inner, train, val = built(loss=seeding)
     with pytest.warns(UserWarning, match="random numbers"):
         losses = inner(train, val, tasks=two())
     assert_same([losses], [inner(train, val, tasks=LOOP)])

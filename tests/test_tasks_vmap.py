@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 import innerloop as il
 from references import Net, assert_derivative, batches, squares
 from test_errors import refuses
-from test_tasks import STEPS, TASKS, built, normed
+from test_tasks import STEPS, TASKS, built, normed, seeding
 from ways import assert_same, gradients
 
 LOOP = il.tasks.loop()
@@ -327,24 +327,21 @@ def test_equal_extremes_share_their_gradient(function):
     assert_alike(inner, train, val)
 
 
-def draws_of(generator):
-    return {"Random": "gauss", "Generator": "normal", "RandomState": "normal"}[
-        type(generator).__name__
-    ]
-
-
-@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (random.Random, random.Random.gauss),
+        (np.random.default_rng, np.random.Generator.normal),
+        (np.random.RandomState, np.random.RandomState.normal),
+    ],
+)
 @pytest.mark.parametrize("way", [il.tasks.vmap, il.tasks.threads])
-def test_a_generator_of_the_losss_own(make, way):
+def test_a_generator_of_the_losss_own(make, draw, way):
     def found(way):
         generator = make(0)
-        draw = getattr(generator, draws_of(generator))
-
-        def loss(model, batch):
-            noise = getattr(generator, draw.__name__)(0.0, 1.0)
-            return squares(model, (batch[0] + noise, batch[1]))
-
-        inner.loss = loss
+        inner.loss = lambda model, batch: squares(
+            model, (batch[0] + draw(generator, 0.0, 1.0), batch[1])
+        )
         return inner(train, val, tasks=way)
 
     inner, train, val = built()
@@ -398,13 +395,7 @@ def test_a_generator_out_of_sight(noisy, way):
 
 
 def test_a_seed_that_the_loss_sets():
-    def loss(model, batch):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            noise = torch.randn(())
-        return squares(model, (batch[0] + noise, batch[1]))
-
-    inner, train, val = built(loss=loss)
+    inner, train, val = built(loss=seeding)
     with pytest.warns(UserWarning, match="seed"):
         losses = inner(train, val, tasks=il.tasks.vmap())
     assert_same([losses], [inner(train, val, tasks=LOOP)])

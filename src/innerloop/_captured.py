@@ -270,27 +270,21 @@ _HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
 
 def _found(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str, Tensor] | None:
     """A tensor that functions or modules among ``roots`` hold, and how they call it."""
-    for path, value in _held(roots):
-        if isinstance(value, Tensor) and path and wanted(value):
-            return path, value
-    return None
-
-
-def _held(roots: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Whatever functions and modules among ``roots`` hold, each once, and how they call it."""
     level = [(root, "") for root in roots]
     seen: set[int] = set()
     for _ in range(5):
         following: list[tuple[Any, str]] = []
         for value, path in level:
+            if isinstance(value, Tensor) and path and wanted(value):
+                return path, value
             if id(value) not in seen:
                 seen.add(id(value))
-                yield path, value
                 following += [
                     (v, ".".join(part for part in (path, name) if part))
                     for name, v in _held_by(value)
                 ]
         level = following
+    return None
 
 
 def _held_by(value: Any) -> list[tuple[str, Any]]:
@@ -312,11 +306,9 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
         inside = [item for one in value.modules() for item in vars(one).items()]
         hooks = [v for name, v in inside if name in _HOOKS and isinstance(v, Mapping)]
         own = [(name, v) for name, v in inside if name not in _INTERNAL]
-        forwards = {type(one).forward: None for one in value.modules()}
         return [
             *(*value.named_parameters(), *value.named_buffers(), *own),
             *(("", hook) for held in hooks for hook in held.values()),
-            *(("", f) for f in forwards if not f.__module__.startswith("torch.")),
         ]
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items()]

@@ -54,11 +54,8 @@ def batch_norm(
 ) -> Tensor:
     """``F.batch_norm``."""
     given = running_mean, running_var, weight, bias, training, momentum, eps
-    if not training:
-        return functional.batch_norm(input, *given)
-    functional.batch_norm(input.detach(), *given)  # Its checks, and the running statistics.
     over = [d for d in range(input.dim()) if d != 1]
-    return _affine(_normalized(input, over, eps), weight, bias)
+    return _by_input(functional.batch_norm, input, over, given)
 
 
 def instance_norm(
@@ -73,10 +70,7 @@ def instance_norm(
 ) -> Tensor:
     """``F.instance_norm``."""
     given = running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    if not use_input_stats:
-        return functional.instance_norm(input, *given)
-    functional.instance_norm(input.detach(), *given)
-    return _affine(_normalized(input, list(range(2, input.dim())), eps), weight, bias)
+    return _by_input(functional.instance_norm, input, list(range(2, input.dim())), given)
 
 
 def _plain_batch_norm(
@@ -108,15 +102,20 @@ def _plain_instance_norm(
     return instance_norm(input, running_mean, running_var, *given)
 
 
+def _by_input(function: Callable[..., Tensor], x: Tensor, over: list[int], given: Any) -> Tensor:
+    """What torch's function gives, composed if it goes by the input and not by statistics."""
+    _, _, weight, bias, by_input, _, eps = given
+    if not by_input:
+        return function(x, *given)
+    function(x.detach(), *given)  # Its checks, and the running statistics.
+    y, shape = _normalized(x, over, eps), [-1, *[1] * (x.dim() - 2)]
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
 def _normalized(x: Tensor, over: list[int], eps: float) -> Tensor:
     variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
     return (x - mean) * (variance + eps).rsqrt()
-
-
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    shape = [-1, *[1] * (y.dim() - 2)]
-    y = y if weight is None else y * weight.view(shape)
-    return y if bias is None else y + bias.view(shape)
 
 
 _COMPOSED: dict[Any, Callable[..., Tensor]] = {
