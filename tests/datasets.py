@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-REAL = Path(os.environ.get("INNERLOOP_DATA") or "/nonexistent")
+REAL = Path(
+    os.environ.get("INNERLOOP_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data"
+)
+"""The real datasets, if they are here."""
 
 
 def needs_real(path: str) -> pytest.MarkDecorator:
     missing = not (REAL / path).exists()
-    return pytest.mark.skipif(missing, reason=f"needs {path} in the folder INNERLOOP_DATA")
+    return pytest.mark.skipif(
+        missing, reason=f"needs {path} in the folder INNERLOOP_DATA, or in ../shared/data"
+    )
 
 
 def picture(value: int, size: int = 105, mode: str = "L", kind: str = "PNG") -> bytes:

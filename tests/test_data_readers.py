@@ -1,6 +1,7 @@
 """Omniglot, mini-ImageNet, CIFAR-10 and folders: official layouts, real files, damaged files."""
 
 import io
+import json
 import os
 import pickle
 import tarfile
@@ -15,6 +16,7 @@ from PIL import Image
 
 import datasets
 from datasets import REAL, needs_real
+from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
 from innerloop.errors import InnerLoopError
 
@@ -219,6 +221,30 @@ def test_grey_of_16_bits_is_scaled(tmp_path, channels):
     assert pixels[0].tolist() == [[[0, 0], [128, 255]]] * channels
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(tmp_path, mode):
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (1, 1, 3, 3))
+    out = io.BytesIO()
+    image.convert(mode).save(out, "PNG", **({"transparency": 0} if mode == "P" else {}))
+    with Image.open(out) as written:
+        assert written.has_transparency_data
+    files = datasets.folder_files(size=4) | {"train/train_class0/0.png": out.getvalue()}
+    datasets.write_folder(tmp_path, files)
+    found = folder(tmp_path, channels=1).train.pixels[0, 0]
+    if mode == "P":  # a palette has one transparent colour
+        assert found.max() == 255
+    else:
+        assert found.sum() == 12 * 255 and found[1:3, 1:3].sum() == 0
+
+
+def test_a_pipe_among_the_pictures_does_not_hang(tmp_path):
+    datasets.write_folder(tmp_path, datasets.folder_files())
+    os.mkfifo(tmp_path / "train" / "train_class0" / "9.png")
+    with pytest.raises(InnerLoopError, match="not a file"):
+        folder(tmp_path)
+
+
 @needs_links
 def test_a_link_in_a_circle_does_not_hang(tmp_path):
     datasets.write_folder(tmp_path, datasets.folder_files())
@@ -253,8 +279,23 @@ def test_classes_may_be_links(tmp_path):
         folder(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_archives_of_the_folder_they_were_made_in(tmp_path, kind):
+    """``tar czf pictures.tar.gz -C pictures .`` writes names that begin with ``./``."""
+    files = {f"./{name}": content for name, content in datasets.folder_files().items()}
+    if kind == "tar":
+        path = datasets.write_tar(tmp_path / "pictures.tar.gz", files)
+    else:
+        path = datasets.write_zip(tmp_path / "pictures.zip", files)
+    datasets.write_folder(tmp_path / "unpacked", files)
+    assert torch.equal(folder(path).train.pixels, folder(tmp_path / "unpacked").train.pixels)
+
+
 def test_cifar10_archive_and_folder(tmp_path):
     files = datasets.cifar_files(pictures=4)
+    dotted = {f"./{name}": content for name, content in files.items()}
+    datasets.write_tar(tmp_path / "dotted/cifar-10-python.tar.gz", dotted)
+    assert cifar10(tmp_path / "dotted").train.images.shape == (20, 3, 32, 32)
     datasets.write_tar(tmp_path / "one/cifar10/cifar-10-python.tar.gz", files)
     datasets.write_folder(tmp_path / "two", files)
     one, two, inside = (cifar10(tmp_path / p) for p in ("one", "two", "two/cifar-10-batches-py"))
@@ -540,6 +581,12 @@ def test_a_slice_of_real_mini_imagenet(tmp_path):
     assert [len(images) for images in splits] == [64, 16, 20]
     assert splits.train.pixels.shape == (128, 3, 84, 84)
     assert 80 < splits.train.pixels.double().mean() < 150
+    flags = "--way 5 --query 1 --tasks 2 --model mlp --filters 4 --steps 1 --iterations 2 --epoch 1"
+    out = ["--out", str(tmp_path / "run"), "--data", str(tmp_path), "--val-tasks", "2"]
+    known = ["--dataset", "mini-imagenet", "--test-tasks", "2"]
+    assert main(["maml", *known, *flags.split(), *out]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["pictures"] == {"train": 128, "val": 32, "test": 40}
 
 
 @needs_real("cifar10/cifar-10-python.tar.gz")

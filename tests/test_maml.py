@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 from commands import flags_of, untimed
 from innerloop import data
@@ -83,11 +87,16 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
     assert untimed(tmp_path / "other") != untimed(whole)
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("after", "changed"),
+    [(n, {}) for n in (1, 2, 3, 5)]
+    + [(3, {"tasks_by": "vmap"}), (3, {"inner_optim": "adam", "multi_step_epochs": "2"})],
+)
 def test_a_stopped_run_goes_on_to_the_same_result(
-    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, after: int, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "stopped"
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    assert main(flags(whole, **changed)) == 0
     advance = maml.Training.advance
 
     def asking(training: maml.Training) -> dict[str, str]:
@@ -97,15 +106,113 @@ def test_a_stopped_run_goes_on_to_the_same_result(
 
     with monkeypatch.context() as patch:
         patch.setattr(maml.Training, "advance", asking)
-        assert main(flags(folder)) == 130
+        assert main(flags(folder, **changed)) == 130
     assert not (folder / "result.json").exists()
     assert main(["maml", "--resume", str(folder)]) == 0
     assert untimed(folder) == untimed(whole)
 
 
-def test_multi_step_losses_and_orders(tmp_path: Path) -> None:
+# The parts of MAML++, against plain torch. --------------------------------------------------------
+
+
+def by_hand(training: maml.Training, episode: data.Episode, weights: list[float], order: int):
+    """The weighted query losses after each of the steps of SGD, meaned over tasks."""
+    model, rate = training.learner.model, training.config.inner_lr
+    start = dict(model.named_parameters())
+    total = torch.zeros((), dtype=torch.float64)
+    for (x, y), (qx, qy) in ((b, q) for b, q in zip(*map(each_task, episode), strict=True)):
+        params = start
+        for weight in weights:
+            loss = cross_entropy(functional_call(model, params, (x,)), y)
+            grads = torch.autograd.grad(loss, list(params.values()), create_graph=order == 2)
+            updated = [p - rate * g for p, g in zip(params.values(), grads, strict=True)]
+            params = dict(zip(params, updated, strict=True))
+            total = total + weight * cross_entropy(functional_call(model, params, (qx,)), qy)
+    return total / len(episode.support.y)
+
+
+def each_task(batch: data.Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(batch.x.double(), batch.y, strict=True))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("weights", [[0.0, 0.0, 1.0], [0.5, 0.3, 0.2]])
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_losses_and_orders_are_those_of_plain_torch(
+    weights: list[float], order: int, way: str
+) -> None:
+    config = maml.Config(model="mlp", filters=6, tasks=2, steps=3, precision="float64")
+    training = maml.Training(dataclasses.replace(config, tasks_by=way))
+    learner, episode = training.learner, training.sampler.sample()
+    learner.inner.first_order = order == 1
+    params = list(learner.model.parameters())
+    loss = learner.loss(episode.to(torch.float64), weights)
+    expected = by_hand(training, episode, weights, order)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+    for found, wanted in zip(
+        torch.autograd.grad(loss, params), torch.autograd.grad(expected, params), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_the_epochs_decide_on_weights_and_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    update = maml.FewShot.update
+
+    def noting(self, episode, weights, first_order):
+        seen.append((list(weights), first_order))
+        return update(self, episode, weights, first_order)
+
+    monkeypatch.setattr(maml.FewShot, "update", noting)
     changed = {"multi_step_epochs": "2", "first_order_epochs": "1"}
     assert main(flags(tmp_path / "run", **changed)) == 0
+    assert [first for _, first in seen] == [True] * 2 + [False] * 4
+    assert [w for w, _ in seen] == [[0.5, 0.5]] * 2 + [[0.25, 0.75]] * 2 + [[0.0, 1.0]] * 2
+
+
+def test_the_meta_rate_follows_a_cosine(whole: Path) -> None:
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    expected = [1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * k / 3)) / 2 for k in range(3)]
+    assert [r["meta_lr"] for r in records] == pytest.approx(expected, rel=1e-12)
+
+
+def test_inner_adam_starts_from_the_outer_moments() -> None:
+    training = maml.Training(maml.Config(model="mlp", filters=6, tasks=2, inner_optim="adam"))
+    learner, episode = training.learner, training.sampler.sample()
+    cold = learner.probabilities(episode)
+    learner.update(episode, [0.0] * 4 + [1.0], first_order=False)
+    before = learner.probabilities(episode)
+    for p in learner.model.parameters():
+        inner, outer = learner.optimizer.state[p], learner.meta_optimizer.state[p]
+        assert inner.keys() == outer.keys() and outer["exp_avg"].abs().max() > 0
+        assert all(torch.equal(inner[name], outer[name]) for name in outer)
+        outer["exp_avg"].mul_(-100)
+    assert not torch.equal(cold, before)
+    assert (learner.probabilities(episode) - before).abs().max() > 1e-3
+
+
+def test_the_result_is_the_mean_prediction_of_the_best_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[maml.Training] = []
+    result = maml.Training.result
+    monkeypatch.setattr(maml.Training, "result", lambda self: (made.append(self), result(self))[1])
+    changed = {"ensemble": "2", "inner_optim": "adam", "inner_lr": "0.1", "test_tasks": "40"}
+    assert main(flags(tmp_path / "run", **changed)) == 0
+    (training,) = made
+    values = [r["val_accuracy"] for r in training.records]
+    assert sorted(values)[-2:] == sorted(entry["val_accuracy"] for entry in training.best)
+    said = []
+    for entry in training.best:
+        training.learner.inner.load_state_dict(entry["learned"])
+        training.learner.meta_optimizer.load_state_dict(entry["moments"])
+        one, labels = training.probabilities(training.splits.test, 40, maml._TEST_SEED)
+        said.append(one)
+    accuracy = (torch.stack(said).mean(0).argmax(-1) == labels).double().mean()
+    found = json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"]
+    assert found == pytest.approx(accuracy.item(), abs=1e-12)
 
 
 def test_inner_adam_learns_its_betas(tmp_path: Path) -> None:
@@ -156,6 +263,9 @@ def test_weights_of_steps() -> None:
         (["--model", "resnet8"], "resnet-8"),
         (["--dataset", "omniglott"], "omniglot"),
         (["--way", "1"], "at least 2"),
+        (["--tasks", "1000001"], "at most 1000000"),
+        (["--iterations", "1" + "0" * 400], "more than"),
+        (["--model", "densenet-bc-/../../x"], "densenet-bc-12-100"),
         (["--inner-lr", "nan"], "above 0"),
         (["--meta-lr-end", "1"], "at most"),
         (["--preset", "papr"], "paper"),
@@ -212,23 +322,32 @@ def test_a_configuration_of_unknown_settings_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_random_20_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [{}, {"inner_optim": "adam", "tasks_by": "vmap"}])
+def test_killed_at_random_20_times(tmp_path: Path, changed: dict[str, str]) -> None:
     """SIGKILL at any moment loses nothing that matters."""
-    changed = {"iterations": "60", "epoch": "3"}
+    changed = {"iterations": "1000", "epoch": "5"} | changed
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "innerloop"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *flags(tmp_path / "whole", **changed)], env=environment, check=True)
+
+    def epochs() -> int:
+        path = folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
     chance = random.Random(0)
-    for kill in range(20):
-        started = (folder / "config.json").exists()
+    for _ in range(20):
+        before, started = epochs(), (folder / "config.json").exists()
         how = ["maml", "--resume", str(folder)] if started else flags(folder, **changed)
         process = subprocess.Popen(
             [*command, *how], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
         )
-        time.sleep(3 + 4 * chance.random() + 0.1 * kill)
+        while process.poll() is None and epochs() == before:
+            time.sleep(0.01)
+        time.sleep(0.2 * chance.random())
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert before < epochs() < 200  # in the middle of its work
     done = subprocess.run([*command, "maml", "--resume", str(folder)], env=environment)
     assert done.returncode == 0
     assert untimed(folder) == untimed(tmp_path / "whole")
@@ -272,10 +391,40 @@ def test_tasks_that_diverge_are_left_out_and_counted(
     assert "Left out: 6 updates" in capsys.readouterr().out
 
 
-def test_a_validation_task_that_diverges_is_told_in_the_words_of_the_command() -> None:
-    training = maml.Training(maml.Config(model="mlp", filters=8, tasks=2, inner_lr=1e30))
-    with pytest.raises(InnerLoopError, match="--nonfinite skip"):
-        training.accuracies(training.splits.val, 2, 0)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_measured_tasks_that_diverge_are_guesses(steps: int) -> None:
+    # With one step, the losses are finite: the numbers overflow in the last step.
+    config = maml.Config(model="mlp", filters=8, tasks=2, inner_lr=1e30, steps=steps)
+    training = maml.Training(config)
+    assert training.accuracies(training.splits.val, 4, 0).tolist() == [1 / config.way] * 4
+    assert training.learner.diverged == 4
+
+
+def test_a_run_ends_though_test_tasks_diverge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = maml.Training.result
+
+    def spoiled(self: maml.Training) -> dict:
+        self.best[0]["learned"]["settings.lr"].fill_(1e30)
+        return real(self)
+
+    monkeypatch.setattr(maml.Training, "result", spoiled)
+    assert main(flags(tmp_path / "run")) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["diverged"] == 8 and math.isfinite(result["accuracy"])
+    assert "diverged: 8 in 2 times 8 tasks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_other_pictures_to_measure_are_noticed(
+    split: str, glyphs: data.Splits, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    other = data.glyphs(train=30, val=8, test=8, seed=1)
+    mixed = glyphs._replace(**{split: getattr(other, split)})
+    monkeypatch.setattr(data, "load", lambda *_, **__: mixed)
+    assert main(["maml", "--resume", str(whole)]) == 2
+    assert f"The {split} pictures are not those" in capsys.readouterr().err
 
 
 def test_the_diverging_task_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

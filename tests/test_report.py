@@ -140,6 +140,20 @@ def test_folder_and_device_are_no_settings(tmp_path):
     assert next(iter(found.values())).seeds == 2 and not remarks
 
 
+def test_runs_on_a_part_of_the_data_are_told_apart(tmp_path):
+    whole = {"train": 38_400, "val": 9_600, "test": 12_000}
+    part = {name: count // 6 for name, count in whole.items()}
+    for k, pictures in enumerate((whole, whole, part)):
+        make(tmp_path / str(k), 0.5 + k / 10, seed=k, dataset="mini-imagenet")
+        path = tmp_path / str(k) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pictures": pictures}))
+    found, remarks = means(tmp_path)
+    (mean,) = found.values()
+    assert mean.seeds == 2 and mean.mean == pytest.approx(55)
+    told = " ".join(remark.text for remark in remarks)
+    assert "10000 of the 60000 pictures" in told and "other settings" in told
+
+
 @pytest.mark.parametrize("dataset", ["folder", "cifar-fs"])
 def test_pictures_of_ones_own_from_two_folders_are_two_datasets(dataset, tmp_path):
     long = "pictures/" * 12

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import maml_rl, sine
-from innerloop.experiments._experiment import STOPPED, WRONG
+from innerloop.experiments._experiment import STOPPED, WRONG, carry_out
 from innerloop.experiments._run import Run
 
 TINY = ["sine", "--iterations", "2", "--tasks", "1", "--held-out", "3"]
@@ -24,7 +24,8 @@ TINY = ["sine", "--iterations", "2", "--tasks", "1", "--held-out", "3"]
 
 def folder_of(tmp_path: Path) -> Run:
     run = Run(tmp_path / "run")
-    run.start({})
+    with run.held(new=True):
+        run.start({})
     return run
 
 
@@ -108,6 +109,56 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_of_two_starts_at_once_one_writes_nothing(tmp_path: Path) -> None:
+    first = sine.Comparison(sine.Config(iterations=2, tasks=1, held_out=3))
+    run = Run(tmp_path / "run")
+    with run.held(new=True):
+        with pytest.raises(InnerLoopError, match="Another process"):
+            carry_out(first, sine.Config(seed=5), run, quiet=True)
+        assert not list(run.folder.iterdir())
+
+
+def test_a_process_that_died_is_no_reason_to_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path)]) == 0
+    experiment = sine.Comparison(sine.Config(iterations=2, tasks=1, held_out=3))
+    experiment.records, experiment.done = [], 1
+    Run(tmp_path).save(experiment._whole_state())
+
+    def died(_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(sine.Comparison, "advance", died)
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    error = capsys.readouterr().err
+    assert "Connection closed by peer" in error and "go on again: nothing is lost" in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint.pt"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused_at_once(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path)]) == 0
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    assert "is not a file" in capsys.readouterr().err
+
+
+def test_a_name_that_is_too_long_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--out", str(tmp_path / ("a" * 300))]) == WRONG
+    assert "cannot be used" in capsys.readouterr().err
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     run = folder_of(tmp_path)
     left = run.folder / ".checkpoint.pt-abcd1234"
@@ -125,6 +176,9 @@ def test_torchrun_goes_on_with_its_own_run_only(
     result = (tmp_path / "run" / "result.json").read_bytes()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main([*TINY, *out]) == 0  # started again, it has nothing left to do
+    # Ids repeat: with other settings it is another run, and it is not written over.
+    assert main([*TINY, "--meta-lr", "0.5", *out]) == WRONG
+    assert "holds a run already" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
     assert main([*TINY, "--seed", "5", *out]) == WRONG
     assert "holds a run already" in capsys.readouterr().err
@@ -154,7 +208,7 @@ def test_a_forged_checkpoint_is_refused(
     Run(tmp_path).save(experiment._whole_state() | forged)
     assert main(["sine", "--resume", str(tmp_path)]) == WRONG
     error = capsys.readouterr().err
-    assert "does not belong to this run" in error and said in error
+    assert "cannot go on from its checkpoint" in error and said in error
 
 
 def test_a_forged_state_is_noticed_at_the_first_unit(
@@ -167,7 +221,7 @@ def test_a_forged_state_is_noticed_at_the_first_unit(
     state["state"]["running"] = "a"
     Run(tmp_path).save(state)
     assert main(["sine", "--resume", str(tmp_path)]) == WRONG
-    assert "does not belong to this run" in capsys.readouterr().err
+    assert "cannot go on from its checkpoint" in capsys.readouterr().err
 
 
 def test_deeply_nested_settings_are_refused(

@@ -76,7 +76,11 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
-        return (self.path / name).read_bytes()
+        path = self.path / name
+        with reading(path, "a file"):
+            if not path.is_file():  # a pipe would wait for ever, a device fill the memory
+                raise OSError("it is not a file")
+            return path.read_bytes()
 
     def where(self, name: str) -> str:
         """Say where a file is, for messages."""
@@ -88,25 +92,26 @@ class Zip:
 
     def __init__(self, path: Path, archive: zipfile.ZipFile, expected: str) -> None:
         """Refuse the archive if any name in it is unsafe."""
-        self.path, self._archive = path, archive
+        self.path, self._archive, self._members = path, archive, {}
         for info in archive.infolist():
             # The upper half of these bits is the file's Unix mode.
             is_link = (info.external_attr >> 16) & 0o170000 == 0o120000
             _check(path, info.filename, is_link, info.file_size, expected)
+            if not info.is_dir():
+                self._members[_plain(info.filename)] = info
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
-        return _shown({info.filename for info in self._archive.infolist() if not info.is_dir()})
+        return _shown(self._members)
 
     def folders(self) -> list[str]:
         """Return the names of all folders that are listed as such, sorted, without hidden ones."""
-        listed = (info.filename for info in self._archive.infolist() if info.is_dir())
-        return _shown(name.rstrip("/") for name in listed)
+        return _shown(_plain(info.filename) for info in self._archive.infolist() if info.is_dir())
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
         with reading(self.where(name), "a file as it was packed"):
-            return self._archive.read(name)
+            return self._archive.read(self._members[name])
 
     def where(self, name: str) -> str:
         """Say where a file is, for messages."""
@@ -123,7 +128,7 @@ class Tar:
             special = not (member.isfile() or member.isdir())
             _check(path, member.name, special, member.size, expected)
             if member.isfile():
-                self._members[member.name] = member
+                self._members[_plain(member.name)] = member
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted, without hidden ones."""
@@ -131,7 +136,8 @@ class Tar:
 
     def folders(self) -> list[str]:
         """Return the names of all folders that are listed as such, sorted, without hidden ones."""
-        return _shown(member.name for member in self._archive.getmembers() if member.isdir())
+        listed = (_plain(member.name) for member in self._archive.getmembers() if member.isdir())
+        return _shown(listed)
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
@@ -177,7 +183,12 @@ def _below(folder: Path, above: set[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _shown(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if not _hidden(name))
+    return sorted(name for name in names if name and not _hidden(name))
+
+
+def _plain(name: str) -> str:
+    """``a/b`` for ``./a/b`` and ``a/b/``: a packed ``.`` names its files like the former."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def _hidden(name: str) -> bool:

@@ -17,7 +17,7 @@ ENDINGS = (".png", ".jpg", ".jpeg")
 
 
 def decode(source: Source, name: str, channels: int, size: int | None) -> Tensor:
-    """Read one picture as ``[channels, height, width]``, grey or RGB.
+    """Read one picture as ``[channels, height, width]``, grey or RGB; what is transparent is white.
 
     With ``size``, a picture of another size is resized to ``size x size`` with Pillow's Lanczos
     filter, which averages over the pixels that shrink into one.
@@ -29,6 +29,9 @@ def decode(source: Source, name: str, channels: int, size: int | None) -> Tensor
         with image_module.open(io.BytesIO(source.read(name)), formats=("PNG", "JPEG")) as picture:
             if picture.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
                 picture = picture.convert("I").point(lambda value: value / 256)
+            if picture.has_transparency_data:  # the colour of what cannot be seen is arbitrary
+                paper = image_module.new("RGBA", picture.size, "white")
+                picture = image_module.alpha_composite(paper, picture.convert("RGBA"))
             # First to grey or RGB: Pillow resizes black-and-white pictures without a filter.
             picture = picture.convert("L" if channels == 1 else "RGB")
             if size is not None and picture.size != (size, size):

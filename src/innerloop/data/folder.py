@@ -30,7 +30,8 @@ def folder(
     A class is in one split only, and a picture directly in its class. Other folders may lie around
     the three, or beside them, where they are not read. With ``size``, at most 1024, pictures of
     another size are resized to ``size x size`` (Lanczos); without, all must have one size.
-    ``channels`` is 3 for RGB, 1 for grey. The folders are the split, so ``seed`` changes nothing.
+    ``channels`` is 3 for RGB, 1 for grey; what is transparent becomes white. The folders are the
+    split, so ``seed`` changes nothing.
 
     Returns pictures ``[n, channels, height, width]``.
     """
@@ -46,7 +47,7 @@ def folder(
             )
         )
     path = data_root(root)
-    settings = f"size={size},channels={channels}"
+    settings = f"size={size},channels={channels},on=white"
     if not path.exists():
         raise refused(path, "there is no such folder", EXPECTED, "the folder that holds train/")
     return unpacked(cached("folder", [path], settings, lambda: _decoded(path, size, channels)))

@@ -86,12 +86,22 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         if kind is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         else:
-            how = {"type": kind, "metavar": _METAVARS.get(kind, "TEXT")}
+            how = {"type": _KINDS.get(kind, kind), "metavar": _METAVARS.get(kind, "TEXT")}
         parser.add_argument(
             flag(name), dest=name, default=argparse.SUPPRESS, help=about + shown, **how
         )
 
 
+def _whole(text: str) -> int:
+    value = int(text)
+    if abs(value) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:20]}…, which is more than {_LARGEST}")
+    return value
+
+
+_LARGEST = 2**62
+_KINDS: dict[Any, Any] = {int: _whole}
+_whole.__name__ = "int"  # in messages of argparse
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 
@@ -130,6 +140,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if value is None:
         return type(None) in get_args(hint)
     kind = _without_none(hint)
+    if type(value) is int and abs(value) > _LARGEST:
+        return False
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is (str if kind is Path else kind)

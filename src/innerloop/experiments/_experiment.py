@@ -110,8 +110,10 @@ def _belonging(resumed: bool = True) -> Iterator[None]:
         if not resumed or isinstance(error, InnerLoopError):
             raise
         raise InnerLoopError(
-            "The checkpoint does not belong to this run, or to another version of innerloop "
-            f"({type(error).__name__}: {error}). Remove the folder and start again."
+            f"The run cannot go on from its checkpoint ({type(error).__name__}: {error}). If "
+            "memory was short, or another process of the run died, go on again: nothing is lost. "
+            "Otherwise the checkpoint is of another run or of another version of innerloop: start "
+            "again with another --out."
         ) from error
 
 
@@ -164,10 +166,10 @@ def carry_out(
 
     experiment.share(ranks)
     experiment.records = []
-    if not resume:
-        ranks.told(lambda: run.start(as_json(config), launch()))
     with contextlib.ExitStack() as stack:
-        ranks.told(lambda: stack.enter_context(run.held()))
+        ranks.told(lambda: stack.enter_context(run.held(new=not resume)))
+        if not resume:
+            ranks.told(lambda: run.start(as_json(config), launch()))
         state = run.load(ranks) if resume else None
         if state is not None:
             experiment._load_whole_state(state)
@@ -213,7 +215,7 @@ def command(
         if resume is None:
             settings = _placed(configured(given, preset or "quick"))
             run = Run(settings.out, keep)
-            go_on = restarted() and run.started_by(launch())
+            go_on = restarted() and run.started_by(launch(), as_json(settings))
             if not go_on:
                 run.check_new()
         else:
@@ -250,14 +252,19 @@ def _placed(config: Any) -> Any:
     if not getattr(config, "reads_data", False):
         return config
     where = config.data or os.environ.get("INNERLOOP_DATA")
-    return dataclasses.replace(config, data=Path(where).absolute()) if where else config
+    return dataclasses.replace(config, data=absolute(where)) if where else config
+
+
+def absolute(path: str | Path) -> Path:
+    """Also of ``~/data``, which a shell leaves as it is in ``--data=~/data``."""
+    return Path(path).expanduser().absolute()
 
 
 def _resumed(config: Any, given: dict[str, Any], preset: str | None) -> Any:
     """The settings of the run; what is written beside --resume must agree, but for the data."""
     if preset is not None:
         refuse("preset", preset, "left out with --resume: the run has its settings")
-    moved = {"data": given["data"].absolute()} if "data" in given else {}
+    moved = {"data": absolute(given["data"])} if "data" in given else {}
     for name, value in given.items():
         if name not in moved and getattr(config, name) != value:
             refuse(name, value, f"{getattr(config, name)}, as the run was started with")

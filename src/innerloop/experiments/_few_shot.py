@@ -15,7 +15,15 @@ from innerloop.data import Episode
 from innerloop.errors import DivergedError
 from innerloop.experiments._outer import Outer
 
-INNER = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}
+INNER: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+}
 WAYS = {"loop": il.tasks.loop, "threads": il.tasks.threads, "vmap": il.tasks.vmap}
 STRATEGIES = {"tape": il.Tape, "remat": il.Remat, "binomial": il.Binomial}
 
@@ -158,21 +166,20 @@ class FewShot:
 
     @torch.no_grad()
     def probabilities(self, episode: Episode) -> Tensor:
-        """What the adapted models say of the queries. [tasks, queries, way]"""
+        """What the adapted models say of the queries. [tasks, queries, way]
+
+        Of a task that diverges, that all classes are as likely; such tasks are counted.
+        """
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
         own = episode.tasks(ranks.share(total)).to(self.dtype)
         try:
-            said, diverged = self._said(own), 0
+            said = self._said(own)
         except DivergedError:
-            said, diverged = self._each_said(own)
-        (total_diverged,) = ranks.summed(torch.tensor([diverged])).tolist()
-        if total_diverged and self.outer.nonfinite == "stop":
-            raise DivergedError(
-                f"{total_diverged} of {total} tasks that are only measured diverge: the inner loss "
-                "is NaN. Try a smaller --inner-lr, or --nonfinite skip to count them as guesses."
-            )
-        self.diverged += total_diverged
+            said = torch.cat([self._one_said(own, task) for task in range(len(own.support.y))])
+        broken = ~said.isfinite().flatten(1).all(1)
+        said[broken] = 1 / said.shape[-1]
+        self.diverged += int(ranks.summed(broken.sum()))
         return ranks.assembled(said, total)
 
     def _said(self, episode: Episode) -> Tensor:
@@ -180,19 +187,14 @@ class FewShot:
             adapted = self.inner.adapt([tuple(episode.support)] * self.steps, tasks=self.way)
             return adapted(episode.query.x).to(self.dtype).softmax(-1)
 
-    def _each_said(self, episode: Episode) -> tuple[Tensor, int]:
-        """Task by task; one that diverges says that all classes are as likely."""
-        said, diverged = [], 0
-        way = int(episode.query.y.max()) + 1
-        for task in range(len(episode.support.y)):
-            one = episode.tasks(slice(task, task + 1))
-            try:
-                said.append(self._said(one))
-            except DivergedError:
-                shape = (*one.query.y.shape, way)
-                said.append(torch.full(shape, 1 / way, dtype=self.dtype, device=one.query.y.device))
-                diverged += 1
-        return torch.cat(said), diverged
+    def _one_said(self, episode: Episode, task: int) -> Tensor:
+        """What the model adapted to one of the tasks says; NaN if it diverges."""
+        one = episode.tasks(slice(task, task + 1))
+        try:
+            return self._said(one)
+        except DivergedError:
+            way = int(one.query.y.max()) + 1
+            return one.query.x.new_full((*one.query.y.shape, way), math.nan)
 
     @property
     def settings(self) -> dict[str, list[Any]]:

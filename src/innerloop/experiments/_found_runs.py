@@ -16,6 +16,9 @@ _NEEDED = {"dataset": str, "way": int, "shot": int, "model": str, "inner_optim":
 _LEAST = {"way": 1, "shot": 1, "seed": 0}
 # They say where a run was made, not what it computes.
 _PLACES = ("out", "data", "device")
+_SPLITS = ("train", "val", "test")
+# With rotated training pictures, as the runs count them.
+_WHOLE = {"omniglot": 4 * 23_000 + 1_000 + 8_460, "mini-imagenet": 60_000}
 _OWN = ("folder", "cifar-fs")  # whatever lies in the folder is the dataset
 
 
@@ -34,6 +37,8 @@ class Result(NamedTuple):
     epochs: list[int]
     """Whose mean prediction it is, the best first."""
     seconds: float | None
+    pictures: dict[str, int]
+    """How many each split of the data had; empty if the run did not write it down."""
 
 
 class FoundRun(NamedTuple):
@@ -60,6 +65,8 @@ class FoundRun(NamedTuple):
     def settings(self) -> str:
         """What, besides the seed, decides the result; equal for runs that may be averaged."""
         rest = {name: value for name, value in decisive(self.config).items() if name != "seed"}
+        if self.result is not None:
+            rest["pictures"] = self.result.pictures
         return json.dumps(rest, sort_keys=True)
 
 
@@ -135,6 +142,10 @@ def read_run(folder: Path, remarks: list[Remark]) -> FoundRun | None:
         remarks.append(Remark(folder, f"is left out: {why}"))
         return None
     records, result = _records(folder, remarks), read_result(folder, remarks)
+    count, whole = sum(result.pictures.values()) if result else 0, _WHOLE.get(config["dataset"], 0)
+    if 0 < count < whole:
+        text = f"has {count} of the {whole} pictures of {config['dataset']}, which the paper had"
+        remarks.append(Remark(folder, text))
     return FoundRun(folder, config, records, result, config["dataset"])
 
 
@@ -171,7 +182,14 @@ def read_result(folder: Path, remarks: list[Remark]) -> Result | None:
         float(interval) if is_share(interval) else None,
         _epochs(found),
         float(seconds) if _is_number(seconds) and seconds >= 0 else None,
+        _pictures(found),
     )
+
+
+def _pictures(found: dict[str, Any]) -> dict[str, int]:
+    given = found.get("pictures")
+    counts = given if isinstance(given, dict) else {}
+    return {name: n for name in _SPLITS if type(n := counts.get(name)) is int and 0 < n < 1e15}
 
 
 def _epochs(found: dict[str, Any]) -> list[int]:

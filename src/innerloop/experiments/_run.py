@@ -40,7 +40,7 @@ class Run:
     @property
     def known(self) -> bool:
         """Whether a run was started here."""
-        return (self.folder / CONFIG).exists()
+        return os.path.lexists(self.folder / CONFIG)
 
     def check_new(self) -> None:
         """A run that is there already is not written over."""
@@ -51,28 +51,32 @@ class Run:
             )
 
     def start(self, config: dict[str, Any], launch: str = "") -> None:
-        """Make the folder. ``launch`` names what started it, if that can start it again."""
+        """Write down what it is. ``launch`` names what started it, if that can start it again."""
         self.check_new()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InnerLoopError(
-                f"The run's folder {self.folder} cannot be written to: {error}. Name another one "
-                "with --out."
-            ) from error
         self._replace(_LAUNCH, launch.encode())
         self.write_json(CONFIG, config)
 
-    def started_by(self, launch: str) -> bool:
-        """Whether the run here was started by the same launch."""
+    def started_by(self, launch: str, config: dict[str, Any]) -> bool:
+        """Whether the run here was started by the same launch, with the same settings.
+
+        The name of a launch may be that of an earlier one.
+        """
         with contextlib.suppress(OSError):
-            return self.known and (self.folder / _LAUNCH).read_bytes() == launch.encode()
+            same = self.known and _content(self.folder / _LAUNCH) == launch.encode()
+            return same and self.config() == json.loads(json.dumps(config))
         return False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No other process goes on with this run meanwhile; what killed ones left is removed."""
-        handle = os.open(self.folder, os.O_RDONLY)
+    def held(self, new: bool = False) -> Iterator[None]:
+        """No other process works here meanwhile; what killed ones left is removed."""
+        try:
+            if new:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise InnerLoopError(
+                f"The run's folder {self.folder} cannot be used: {error}. Name another one."
+            ) from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +89,8 @@ class Run:
                 pass  # a file system without locks
             for name in (CONFIG, METRICS, RESULT, CHECKPOINT, _LAUNCH):
                 for aside in self.folder.glob(f".{name}-*"):
-                    aside.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # writing says what is wrong, if need be
+                        aside.unlink()
             yield
         finally:
             os.close(handle)
@@ -93,7 +98,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(_content(path).decode())
         except (OSError, ValueError, RecursionError) as error:
             raise InnerLoopError(
                 f"{self.folder} cannot be resumed: {path.name} cannot be read ({error}). Needed is "
@@ -119,7 +124,7 @@ class Run:
         aside = self._aside(CHECKPOINT, hashlib.sha256(data).digest() + data)
         try:
             # A damaged one must not take the place of the whole one before it.
-            if current.exists() and _whole(current.read_bytes()) is not None:
+            if os.path.lexists(current) and _whole(_content(current)) is not None:
                 for age in range(self.keep - 1, 0, -1):
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(self._checkpoint(age - 1), self._checkpoint(age))
@@ -143,7 +148,7 @@ class Run:
             for path in self.folder.glob(f"{stem}-*.{suffix}")
         }
         ages = sorted(int(age) for age in older if age.isdecimal())
-        return [path for path in map(self._checkpoint, (0, *ages)) if path.exists()]
+        return [path for path in map(self._checkpoint, (0, *ages)) if os.path.lexists(path)]
 
     def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         """The newest state that is whole, or ``None`` if there is none.
@@ -171,7 +176,12 @@ class Run:
     def _newest(self) -> bytes | None:
         found = self._checkpoints()
         for number, path in enumerate(found):
-            data = _whole(path.read_bytes())
+            try:
+                data = _whole(_content(path))
+            except OSError as error:
+                raise InnerLoopError(
+                    f"{self.folder} cannot be resumed: {path.name} cannot be read ({error})."
+                ) from error
             if data is not None:
                 return data
             more = "; the one before it is used" if number + 1 < len(found) else ""
@@ -211,6 +221,13 @@ class Run:
                 raise InnerLoopError(unwritable(self.folder / name, error)) from error
             raise
         return aside
+
+
+def _content(path: Path) -> bytes:
+    """A regular file's content: a pipe would wait for ever, a device fill the memory."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a file")
+    return path.read_bytes()
 
 
 def _whole(content: bytes) -> bytes | None:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ from innerloop.experiments._ranks import Ranks, local_device
 
 DATASETS = data.NAMES
 _DENSE = "densenet-bc-"
-_MOST_FILTERS = 4096
+_DENSE_OF_ANY_SIZE = re.compile(rf"{_DENSE}\d{{1,4}}-\d{{1,4}}")
+_MOST_FILTERS, _MOST = 4096, 10**6
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
 
 
@@ -69,7 +71,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS)
-        if not self.model.startswith(_DENSE):  # any growth and depth: the model checks them
+        if not _DENSE_OF_ANY_SIZE.fullmatch(self.model):  # the model checks growth and depth
             check_choice("model", self.model, models.NAMES)
         check_choice("inner_optim", self.inner_optim, tuple(INNER))
         check_choice("tasks_by", self.tasks_by, tuple(WAYS))
@@ -84,6 +86,9 @@ class Config:
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
+        for name in ("tasks", "steps"):
+            if getattr(self, name) > _MOST:
+                refuse(name, getattr(self, name), f"at most {_MOST}")
         for name in ("inner_lr", "meta_lr", "meta_lr_end", "clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -130,7 +135,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         | {"multi_step_epochs": 0, "first_order_epochs": 3, "ensemble": 5},
         "mini-imagenet": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2}
         | {"multi_step_epochs": 2, "first_order_epochs": 0, "val_tasks": 100},
-        "folder": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2, "val_tasks": 100},
+        "folder": {**_MINI, "iterations": 1000, "epoch": 100, "tasks": 2}
+        | {"multi_step_epochs": 2, "first_order_epochs": 0, "val_tasks": 100},
     },
 }
 
@@ -139,7 +145,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 _OF_OPTIMIZER: dict[str, dict[str, Any]] = {
     "adam": {"learn_betas": True, "inner_lr": 0.01},
     "rmsprop": {"inner_lr": 0.001},
-}
+} | {name: {"inner_lr": 0.01} for name in ("adamw", "nadam", "radam", "adagrad")}
 
 
 def configured(given: dict[str, Any], preset: str) -> Config:
@@ -168,10 +174,12 @@ def _said_of(what: str) -> Iterator[None]:
 class Training(Experiment):
     """One run from its configuration to its result."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, splits: data.Splits | None = None) -> None:
+        """With the data of the settings, or with ``splits`` that were read already."""
         self.config = config
         device = local_device(config.device)
-        splits = data.load(config.dataset, root=config.data, seed=config.seed, device=device)
+        if splits is None:
+            splits = data.load(config.dataset, root=config.data, seed=config.seed, device=device)
         self.splits = splits
         shape = splits.train.pixels.shape
         if shape[-2] != shape[-1]:
@@ -206,15 +214,19 @@ class Training(Experiment):
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
-        for name in ("val", "test"):  # too few classes are noticed before any work
+        for name, images in self._named_splits:  # too few classes are noticed before any work
             with _said_of(f"The {name} split cannot be used"):
-                self._sampler(getattr(splits, name), 1, 0)
+                self._sampler(images, 1, 0)
         self.sampler = self._sampler(splits.train, config.tasks, config.seed)
         self.losses: list[float] = []
         """Of the epoch under way, without those that are not finite."""
         self.shown: dict[str, str] = {}
         self.best: list[dict[str, Any]] = []
         """The best epochs with their learned parameters, best first."""
+
+    @property
+    def _named_splits(self) -> list[tuple[str, data.Images]]:
+        return [(name, getattr(self.splits, name)) for name in ("train", "val", "test")]
 
     @property
     def total(self) -> int:
@@ -246,9 +258,22 @@ class Training(Experiment):
             "losses": self.losses,
             "shown": self.shown,
             "best": self.best,
+            "measured": self._measured,
         }
 
+    @property
+    def _measured(self) -> dict[str, str]:
+        """The pictures that are only measured, by their checksums; the sampler knows its own."""
+        return {name: images.digest for name, images in self._named_splits if name != "train"}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, digest in self._measured.items():
+            if state["measured"][name] != digest:
+                raise InnerLoopError(
+                    f"The {name} pictures are not those that the run was started with: accuracies "
+                    "before and after could not be compared. Put the old ones back, or name their "
+                    "folder with --data."
+                )
         self.learner.inner.load_state_dict(state["learner"])
         self.learner.meta_optimizer.load_state_dict(state["meta_optimizer"])
         self.learner.outer.load_state_dict(state["outer"])
@@ -332,6 +357,7 @@ class Training(Experiment):
         Leaves the learner as it was in the best of these.
         """
         c = self.config
+        self.learner.diverged = 0
         total: Tensor | None = None
         labels = torch.empty(0)
         for entry in reversed(self.best):
@@ -351,6 +377,8 @@ class Training(Experiment):
             "val_accuracy": self.best[0]["val_accuracy"],
             "iterations": self.done,
             "skipped": self.learner.outer.skipped,
+            "diverged": self.learner.diverged,
+            "pictures": {name: len(images.pixels) for name, images in self._named_splits},
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
@@ -361,6 +389,10 @@ class Training(Experiment):
     def told(self, result: dict[str, Any]) -> str:
         c = self.config
         skipped = f" Left out: {result['skipped']} updates." if result["skipped"] else ""
+        diverged = result["diverged"]
+        if diverged:
+            skipped += f" Guesses, since adaptation diverged: {diverged} in {len(result['epochs'])}"
+            skipped += f" times {result['test_tasks']} tasks."
         return (
             f"{c.dataset}, {c.way}-way {c.shot}-shot, {c.model} + {c.inner_optim}: "
             f"{100 * result['accuracy']:.2f} % ± {100 * result['interval']:.2f} on "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from innerloop import data
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import _ray_engine, maml
 from innerloop.experiments._command_line import (
@@ -30,7 +32,7 @@ from innerloop.experiments._command_line import (
     parse,
     refuse,
 )
-from innerloop.experiments._experiment import STOPPED
+from innerloop.experiments._experiment import STOPPED, absolute
 from innerloop.experiments._found_runs import decisive, read_result
 from innerloop.experiments._run import Run, Stop, stoppable
 
@@ -115,12 +117,27 @@ def _check_extra(extra: Sequence[str]) -> None:
 def _check(each: Sequence[Job]) -> None:
     """Refuse wrong settings before any run begins, and runs that began with others."""
     for job in each:
-        parser = Parser("innerloop sweep")
-        parser.add_argument("--preset")
-        given = parse(maml.Config, job.flags, parser)
-        config = maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
+        config = _config(job)
         if job.begun:
             _check_begun(job, as_json(config))
+
+
+def _config(job: Job) -> maml.Config:
+    parser = Parser("innerloop sweep")
+    parser.add_argument("--preset")
+    given = parse(maml.Config, job.flags, parser)
+    return maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
+
+
+def _check_possible(each: Sequence[Job]) -> None:
+    """Refuse what every run would fail at: no data, too few classes, a model that cannot be."""
+    alike = {"seed": 0, "device": "cpu", "out": Path()}
+    kinds = dict.fromkeys(dataclasses.replace(_config(job), **alike) for job in each)
+    read: dict[str, data.Splits] = {}
+    for config in kinds:
+        if config.dataset not in read:
+            read[config.dataset] = data.load(config.dataset, root=config.data, seed=config.seed)
+        maml.Training(config, read[config.dataset])
 
 
 def _check_begun(job: Job, asked: dict[str, Any]) -> None:
@@ -140,7 +157,7 @@ def _check_begun(job: Job, asked: dict[str, Any]) -> None:
 def _placed(settings: dict[str, Any]) -> dict[str, Any]:
     """With the folder of the data written out, as a run keeps it."""
     where = settings["data"] or os.environ.get("INNERLOOP_DATA")
-    return settings | {"data": where and str(Path(str(where)).absolute())}
+    return settings | {"data": where and str(absolute(str(where)))}
 
 
 def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
@@ -221,6 +238,14 @@ def _shown(job: Job) -> str:
     return f", {100 * result.accuracy:.2f} %{interval}"
 
 
+def _why(job: Job) -> str:
+    """The end of the log, which says what went wrong, where runs write one."""
+    with contextlib.suppress(OSError):
+        said = job.log.read_text(errors="replace").strip().splitlines()
+        return f" ({job.log}: {said[-1]})" if said else ""
+    return ""
+
+
 def _parser() -> Parser:
     parser = Parser("innerloop sweep", description=__doc__)
     for name, default in _GRID.items():
@@ -260,7 +285,8 @@ def _carried_out(each: Sequence[Job], engine: _ray_engine.Cluster | int) -> int:
     kinds = set()
     for job, kind in outcomes(each, engine) if local else _ray_engine.outcomes(each, engine):
         kinds.add(kind)
-        print(f"{job.folder.name}: {kind}{_shown(job)}", flush=True)
+        why = _why(job) if kind == "failed" else _shown(job)
+        print(f"{job.folder.name}: {kind}{why}", flush=True)
     if "stopped" in kinds:
         return STOPPED
     return 1 if "failed" in kinds else 0
@@ -283,6 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for job in each:
                 print(f"  {job.folder}{_shown(job)}")
             return 0
+        if isinstance(engine, int):  # machines of a cluster have data of their own
+            _check_possible(open_ones)
         code = _carried_out(open_ones, engine) if open_ones else 0
     except InnerLoopError as error:
         print(error, file=sys.stderr)

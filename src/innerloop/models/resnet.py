@@ -18,7 +18,9 @@ class ResNet(nn.Module):
     (Oreshkin et al. 2018), no convolution before the first block. The paper does not say how wide
     they are: here the channels double from block to block as in TADAM and in torchvision, and the
     shortcut of a block is a 1 × 1 convolution with batch norm. Batch norm goes by the batch always.
-    Weights start as He et al. (2015), with which ResNet was published.
+    Weights start as He et al. (2015), with which ResNet was published, and the batch norms of
+    the shortcuts start at zero, so that a block starts as its convolutions alone: from there
+    few-shot learning goes faster (docs/few_shot.md).
 
     Args:
         in_channels: 1 for grey images, 3 for colour.
@@ -44,6 +46,8 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*[_Block(n, m, layers) for n, m in pairwise(widths)])
         self.linear = nn.Linear(widths[-1], classes)
         he_start(self)
+        for block in self.blocks:
+            nn.init.zeros_(block.shortcut[1].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images. [batch, channel, height, width] -> [batch, classes]"""
