@@ -9,6 +9,8 @@ undisturbed run to the last digit. Needs an environment with innerloop[experimen
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -31,6 +33,7 @@ _FLAGS += ["--precision", "float64"]
 _PER_RUN = 10  # kills, before a run is left to end and a new one begins
 _ANY_MOMENT = 0.25  # of the kills, starting included; the others fall into training
 _PAUSE = 1.5  # seconds, at most
+_IN_VAIN = 3  # starts that end by themselves without a result
 _PATIENCE = 900.0  # seconds for a process to start and get on
 _AGAIN = "1000"  # as often as it takes
 
@@ -121,15 +124,20 @@ def _disturbed(kind: Kind, job: Job, kills: int, chance: random.Random) -> tuple
     """A run with so many kills, or fewer if it ends; and how many fell into training."""
     process, done, trained = _start(kind, job), 0, 0
     try:
+        in_vain = 0
         while done < kills:
             training = _moment(process, job, chance)
             if process.poll() is not None:
                 if job.finished:
                     break
+                in_vain += 1
+                if in_vain > _IN_VAIN:
+                    raise SystemExit((job.folder.parent / "said.txt").read_text())
                 process = _start(kind, job)
             elif workers := kind.workers(process.pid):
-                os.kill(chance.choice(workers), signal.SIGKILL)
-                done, trained = done + 1, trained + training
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(chance.choice(workers), signal.SIGKILL)
+                    done, trained, in_vain = done + 1, trained + training, 0
                 if workers == [process.pid]:
                     process.wait()
         ended = process.wait()
@@ -157,6 +165,8 @@ def _measured(name: str, kills: int, folder: Path, iterations: int) -> dict[str,
         job = _job(folder / f"{name}-{found['runs']}", iterations)
         left = min(kills - found["kills"], _PER_RUN)
         done, trained = _disturbed(kind, job, left, chance)
+        if done == 0:
+            raise SystemExit("A run ended before it could be killed: more --iterations are needed.")
         equal = _metrics(job) == _metrics(whole)
         row = {"kills": done, "in training": trained, "runs": 1, "equal": int(equal)}
         found = {key: found[key] + row[key] for key in found}
@@ -174,6 +184,8 @@ def main() -> int:
         parser.error(f"--kinds {wrong[0]}: it must be some of {', '.join(KINDS)}")
     if args.kills < len(names) or args.iterations < 1:
         parser.error("there must be a kill for each kind at least, and an iteration")
+    if "ray" in names and importlib.util.find_spec("ray") is None:
+        parser.error("--kinds ray needs Ray: pip install 'innerloop[ray]', or leave it out")
     total = {"kills": 0, "in training": 0, "runs": 0, "equal": 0}
     print("kind      kills  in training  runs  runs equal")
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ import datasets
 from datasets import REAL, needs_real
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
+from innerloop.data._pickles import nesting
 from innerloop.errors import InnerLoopError
 
 SPLITS = (3, 1, 2)
@@ -362,6 +363,26 @@ def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
         cifar10(tmp_path)
     assert "data_batch_3" in str(caught.value)
     assert not (tmp_path / "evil").exists()
+
+
+def test_objects_nested_without_end_are_refused(tmp_path):
+    """Python would take the hash of the key by recursion, and crash."""
+    evil = b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x01s."
+    files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_1": evil}
+    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    with pytest.raises(InnerLoopError, match="nested more than 200 deep"):
+        cifar10(tmp_path)
+
+
+def test_nesting():
+    for depth in (1, 5, 50):
+        value = ()
+        for _ in range(depth):
+            value = (value, {"a": [1, 2, 3]})
+        for protocol in (2, 4):
+            assert depth <= nesting(pickle.dumps(value, protocol)) <= depth + 4
+    long = {f"{k}": [[k]] * 5 for k in range(3000)}
+    assert nesting(pickle.dumps(long, 2)) <= 5
 
 
 def test_cifar10_with_a_missing_file(tmp_path):

@@ -86,9 +86,36 @@ def test_a_scaled_loss_gives_the_same_update() -> None:
 def test_an_overflow_lowers_the_scale() -> None:
     weight, step = outer(precision="fp16")
     before = step.state_dict()["scaler"]["scale"]
-    step.step((weight * float("inf")).sum(), str)
+    step.step((weight * 1e304).sum(), str)  # finite, but not when it is scaled up
     assert step.skipped == 1 and weight.tolist() == [3.0, 4.0]
     assert step.state_dict()["scaler"]["scale"] < before
+
+
+def test_what_no_scale_makes_finite_stops() -> None:
+    weight, step = outer(precision="fp16")
+    with pytest.raises(InnerLoopError, match="the place"):
+        step.step((weight * float("nan")).sum(), lambda: "the place")
+    weight, step = outer(precision="fp16")
+    with pytest.raises(InnerLoopError, match="the place"):
+        for _ in range(40):  # a finite loss whose gradient is not
+            step.step((weight - weight).sqrt().sum(), lambda: "the place")
+    assert step.skipped == 16  # 65536 is halved down to 1
+    assert weight.tolist() == [3.0, 4.0]
+
+
+def test_skipped_updates_do_not_lower_the_scale_for_ever() -> None:
+    weight, step = outer(precision="fp16", nonfinite="skip")
+    for _ in range(300):
+        step.step((weight * float("inf")).sum(), str)
+    assert step.skipped == 300 and step.state_dict()["scaler"]["scale"] == 1
+    step.step(weight.square().sum() / 2, str)
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_a_norm_that_overflows_is_clipped() -> None:
+    weight, step = outer(clip=1.0)
+    step.step((weight * torch.tensor([3e200, 4e200])).sum(), str)
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.4, 3.2]), rtol=1e-6, atol=0)
 
 
 def losses(folder: Path) -> list[float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +227,21 @@ def test_a_forged_state_is_noticed_at_the_first_unit(
     assert "cannot go on from its checkpoint" in capsys.readouterr().err
 
 
+def test_a_checkpoint_nested_without_end_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert main([*TINY, "--out", str(tmp_path)]) == 0
+    buffer = io.BytesIO()
+    torch.save({"done": 0}, buffer)
+    evil = io.BytesIO()
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(evil, "w") as new:
+        for name in old.namelist():
+            content = b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x01s."
+            new.writestr(name, content if name.endswith(".pkl") else old.read(name))
+    data = evil.getvalue()
+    (tmp_path / "checkpoint.pt").write_bytes(hashlib.sha256(data).digest() + data)
+    assert main(["sine", "--resume", str(tmp_path)]) == WRONG
+    assert "nested more than" in capsys.readouterr().err
+
+
 def test_deeply_nested_settings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,8 +359,9 @@ def meeting(store: TCPStore, rank: int, start: int, *seconds: float) -> subproce
 def test_a_group_that_is_started_again() -> None:
     """Its store has the addresses of those who died; they are not taken for those of others."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for start, late in ((0, 0), (1, 4)):
-        group = [meeting(store, 0, start, 20, 0, 0), meeting(store, 1, start, 20, late, 0)]
+    # Restarts are counted by each machine for itself.
+    for starts, late in (((0, 0), (0, 0)), ((1, 0), (0, 4)), ((1, 1), (4, 0))):
+        group = [meeting(store, k, starts[k], 20, late[k], 0) for k in range(2)]
         assert ["met" in p.communicate()[0] for p in group] == [True, True]
 
 

@@ -26,6 +26,10 @@ INSTRUCTIONS = {
 }
 
 
+DEEPEST = 200
+_GROWING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # what they put into
+
+
 class Refused(ValueError):
     """The pickle holds something that such a file does not need."""
 
@@ -102,10 +106,44 @@ class _Unpickler(pickle.Unpickler):
 def load_pickle(content: bytes) -> dict[bytes, Any]:
     """Return the dictionary in a pickle; raise :class:`Refused` at anything unneeded."""
     _check_instructions(content)
+    if nesting(content) > DEEPEST:
+        raise Refused(f"objects that are nested more than {DEEPEST} deep")
     found = _Unpickler(io.BytesIO(content), fix_imports=False, encoding="bytes").load()
     if not isinstance(found, dict):
         raise Refused(f"a {type(found).__name__} where a dictionary is needed")
     return found
+
+
+def nesting(content: bytes) -> int:
+    """How deeply the objects of a pickle are nested, found without making them.
+
+    Python takes the hash of nested tuples by recursion without an end, down to a crash.
+    """
+    stack: list[int | None] = []  # depths; None is a mark
+    memo: dict[Any, int] = {}
+    deepest = 0
+    for instruction, argument, _ in pickletools.genops(content):
+        name, before = instruction.name, [kind.name for kind in instruction.stack_before]
+        if "PUT" in name or name == "MEMOIZE":
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1] or 0
+            continue
+        if "GET" in name:
+            stack.append(memo[argument])
+            continue
+        if name == "MARK":
+            stack.append(None)
+            continue
+        inside = []
+        if "mark" in before:
+            while (depth := stack.pop()) is not None:
+                inside.append(depth)
+            before = before[: before.index("mark")]
+        inside += [stack.pop() or 0 for _ in before]
+        grown = inside.pop() if name in _GROWING else 0
+        depth = max(grown, 1 + max(inside, default=0))
+        deepest = max(deepest, depth)
+        stack += [depth for _ in instruction.stack_after]
+    return deepest
 
 
 def _check_instructions(content: bytes) -> None:

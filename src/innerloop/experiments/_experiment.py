@@ -215,14 +215,11 @@ def command(
         if resume is None:
             settings = _placed(configured(given, preset or "quick"))
             run = Run(settings.out, keep)
-            go_on = restarted() and run.started_by(launch(), as_json(settings))
-            if not go_on:
-                run.check_new()
         else:
             run = Run(resume, keep)
             settings = _resumed(from_json(config, run.config()), given, preset)
-            go_on = True
         with joined(getattr(settings, "device", "cpu")) as ranks:
+            go_on = resume is not None or _goes_on(run, settings, ranks)
             experiment = make(settings)
             result = carry_out(experiment, settings, run, resume=go_on, ranks=ranks)
     except InnerLoopError as error:
@@ -239,6 +236,19 @@ def command(
         print(path)
     print(next_step)
     return 0
+
+
+def _goes_on(run: Run, settings: Any, ranks: Ranks) -> bool:
+    """Whether ``torchrun`` has started this run before. Another one is not written over."""
+    (again,) = ranks.any(restarted())  # machines count their restarts each for itself
+
+    def found() -> bytes | None:
+        if again and run.started_by(launch(), as_json(settings)):
+            return b""
+        run.check_new()
+        return None
+
+    return ranks.told(found) is not None
 
 
 def _stopped(name: str, run: Run | None) -> int:

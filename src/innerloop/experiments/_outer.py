@@ -13,6 +13,7 @@ from innerloop.experiments._ranks import ALONE, Ranks
 
 PRECISIONS = {"float64": None, "float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NONFINITE = ("stop", "skip")
+_LEAST_SCALE = 1.0
 
 
 class Outer:
@@ -20,7 +21,7 @@ class Outer:
 
     With ``nonfinite="skip"`` such an update is left out and counted, with ``"stop"`` it is an
     error that says where it comes from. In fp16 the loss is scaled up against underflow; an update
-    that overflows because of it is left out in either case, and the scale lowered.
+    that overflows while it is scaled up is left out in either case, and the scale lowered.
     """
 
     def __init__(
@@ -51,16 +52,22 @@ class Outer:
         self._scaler.unscale_(self.optimizer)
         grads = [p.grad for p in params if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
+        if not torch.isfinite(norm):  # squares overflow long before the numbers themselves
+            largest = torch.stack([grad.abs().max() for grad in grads if grad.numel()]).max()
+            norm = largest.double() * torch.nn.utils.get_total_norm([g / largest for g in grads])
         if torch.isfinite(norm):
             if self.clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, self.clip, norm)
             self._scaler.step(self.optimizer)
         else:
-            self._leave_out(blame)
+            finite = bool(self.ranks.summed(loss.detach()).isfinite())
+            self._leave_out(blame, scaled=finite and self._scaler.get_scale() > _LEAST_SCALE)
         self._scaler.update()
+        if self._scaler.is_enabled() and self._scaler.get_scale() < _LEAST_SCALE:
+            self._scaler.update(_LEAST_SCALE)
 
-    def _leave_out(self, blame: Callable[[], str]) -> None:
-        if self.nonfinite == "stop" and not self._scaler.is_enabled():
+    def _leave_out(self, blame: Callable[[], str], scaled: bool) -> None:
+        if self.nonfinite == "stop" and not scaled:
             raise InnerLoopError(
                 f"The meta-gradient is not finite: {blame()}. Try a smaller --inner-lr or "
                 "--meta-lr, --clip 10, or --nonfinite skip to leave such updates out."

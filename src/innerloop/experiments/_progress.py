@@ -52,7 +52,8 @@ class Bar:
 
     def _step(self, record: dict[str, Any]) -> int:
         self._known += 1
-        return record.get("iteration", self._known)
+        found = record.get("iteration")
+        return found if type(found) is int else self._known
 
 
 def _scalars(values: Any, name: str = "") -> Iterator[tuple[str, float]]:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from innerloop.errors import InnerLoopError
@@ -117,7 +119,7 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks()
-_CONNECT = 300.0  # seconds
+_CONNECT, _GLANCE = 300.0, 0.02  # seconds
 _LOST = (
     "WORLD_SIZE is set, but the processes do not find each other. Start them with torchrun, or "
     "unset WORLD_SIZE."
@@ -137,9 +139,7 @@ def joined(device: str) -> Iterator[Ranks]:
     try:
         with _soon():
             store, rank, size = next(rendezvous("env://"))
-            # torchrun keeps its store when it starts the group again. Addresses of those who died
-            # are in it; who takes one for another's waits for a connection that nobody makes.
-            own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            own = PrefixStore(agreed(store, rank, size), store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         raise InnerLoopError(f"{_LOST} {error}") from error
@@ -147,6 +147,33 @@ def joined(device: str) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+def agreed(store: Store, rank: int, size: int) -> str:
+    """A name for this group, the same for all of its processes and for no earlier group.
+
+    ``torchrun`` keeps its store when it starts a group again. Addresses of those who died are in
+    it; who takes one for another's waits for a connection that nobody makes. And machines count
+    restarts each for itself. So the first process announces a name, the others answer to it with
+    names of their own, and it holds for those whose names the first one repeats.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("innerloop/first", own)
+        answers = [store.get(f"innerloop/{own}/{other}").decode() for other in range(1, size)]
+        store.set(f"innerloop/{own}/group", " ".join(answers))
+        return own
+    answered = None
+    while True:
+        if store.check(["innerloop/first"]):
+            first = store.get("innerloop/first").decode()
+            if first != answered:
+                store.set(f"innerloop/{first}/{rank}", own)
+                answered = first
+            group = f"innerloop/{first}/group"
+            if store.check([group]) and own in store.get(group).decode().split():
+                return first
+        time.sleep(_GLANCE)
 
 
 @contextlib.contextmanager

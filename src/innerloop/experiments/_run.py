@@ -10,12 +10,14 @@ import json
 import os
 import signal
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from innerloop.data._pickles import DEEPEST, nesting
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._ranks import ALONE, Ranks
 
@@ -159,6 +161,7 @@ class Run:
         if data is None:
             return None
         try:
+            _check_nesting(data)
             found = torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:  # what torch raises for foreign content is not one class
             raise InnerLoopError(self._foreign(str(error))) from error
@@ -234,6 +237,14 @@ def _whole(content: bytes) -> bytes | None:
     """What a checkpoint holds, if its checksum is right."""
     digest, data = content[:_DIGEST], content[_DIGEST:]
     return data if hashlib.sha256(data).digest() == digest else None
+
+
+def _check_nesting(data: bytes) -> None:
+    """Refuse what torch's reader, which runs no code, would crash at."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for name in archive.namelist():
+            if name.endswith(".pkl") and nesting(archive.read(name)) > DEEPEST:
+                raise ValueError(f"its objects are nested more than {DEEPEST} deep")
 
 
 def _sync_folder(folder: Path) -> None:
