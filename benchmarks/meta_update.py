@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import warnings
@@ -81,8 +82,8 @@ def _memory(side: str, size: Size, threads: int) -> dict[str, Any]:
 
     few = [size._replace(steps=n) for n in (1, 2)]
     known = [_measure(side, s, threads, fresh.OWN_MAPPINGS) for s in few]
-    if any("failed" in k for k in known):
-        return known[-1]
+    if failed := [k for k in known if "failed" in k]:
+        return failed[0]
     low, high = (k["extra"] for k in known)
     predicted = high + (high - low) * (size.steps - 2)
     if predicted > _HEADROOM * fresh.available():
@@ -118,8 +119,17 @@ def _targets(
     note = "higher's is extrapolated from 1 and 2 steps" if memory["higher"]["predicted"] else ""
     ratio = memory[side]["extra"] / memory["higher"]["extra"]
     found = [Target(f"memory, {side} / higher", ratio, _MEMORY, detail=note)]
+    pairs = zip(times[side], times["higher"], strict=True)
+    both = [pair for pair in pairs if not any("failed" in one for one in pair)]
+    if not both:
+        print(f"{side}: no round in which both could be timed; no ratio of times")
+        return found
+    # In the same processes as the times: what either keeps of freed memory is in it.
+    kept = statistics.median(ours["extra"] / theirs["extra"] for ours, theirs in both)
+    text = f"memory of the timed processes, {side} / higher"
+    found.append(Target(text, kept, _MEMORY, detail=f"J = {steps}"))
     for what in ("seconds", "processor_seconds"):
-        ours, theirs = ([t[what] for t in times[s]] for s in (side, "higher"))
+        ours, theirs = ([pair[k][what] for pair in both] for k in range(2))
         spread = timing.ratio(ours, theirs)
         note = f"J = {steps}, quartiles {spread.low:.3f}-{spread.high:.3f}"
         text = f"{what.replace('_', ' ')}, {side} / higher"

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import innerloop as il
 from commands import flags_of, read, untimed
 from innerloop.__main__ import main
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments import _hyperopt_problem as problems
 from innerloop.experiments import hyperopt
 from innerloop.experiments._hyperopt_cell import Cell
@@ -170,6 +170,23 @@ def test_a_trial_that_diverges_is_only_a_bad_one() -> None:
     cell.problem = tiny("weight-decay")
     assert cell.trial(1) < math.inf
     assert cell._record()["least"][0] is None
+
+
+def test_an_update_that_diverges_goes_halfway_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, updates=3)
+    cell = Cell(config, tiny("weight-decay"), 0, "gradient")
+    assert cell.trial(0) < math.inf
+    best, tried = cell.best, cell.raw
+    assert best is not None and tried is not None
+
+    def diverging(*_: object, **__: object) -> None:
+        raise DivergedError("in this test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(il, "meta_update", diverging)
+        assert cell.trial(1) == math.inf
+    torch.testing.assert_close(cell.raw, (best + tried) / 2)
+    assert cell.best is best and cell.trial(2) < math.inf
 
 
 # --- counting -----------------------------------------------------------------------------------

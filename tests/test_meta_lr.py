@@ -7,14 +7,17 @@ import os
 import runpy
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import innerloop as il
 from commands import flags_of, untimed
+from innerloop import data
 from innerloop.__main__ import main
-from innerloop.errors import InnerLoopError
+from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments import _pictures, meta_lr
 from innerloop.experiments._coloured_shapes import coloured_shapes
 from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
@@ -52,8 +55,8 @@ def config(**changed: object) -> meta_lr.Config:
 
 def cell(arm: str, seed: int = 0, **changed: object) -> Cell:
     settings = config(**changed)
-    parts = _pictures.load(None, settings.shapes, "cpu")
-    return Cell(settings, arm, seed, _pictures.split(*parts, settings.val_part, seed), STEPS)
+    train, test, _ = _pictures.load(None, settings.shapes, "cpu")
+    return Cell(settings, arm, seed, _pictures.split(train, test, settings.val_part, seed), STEPS)
 
 
 def trained(arm: str, epochs: int = 3, **changed: object) -> Cell:
@@ -224,14 +227,14 @@ def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
 
 def test_parts_are_disjoint_and_normalized() -> None:
     shapes = coloured_shapes(200, _pictures.stream(1))
-    found = _pictures.split(shapes, shapes, "", 0.1, seed=3)
+    found = _pictures.split(shapes, shapes, 0.1, seed=3)
     assert (len(found.train.labels), len(found.val.labels)) == (180, 20)
     both = torch.cat([found.train.images, found.val.images]).flatten(1)
     assert len(both.unique(dim=0)) == len(shapes.images.flatten(1).unique(dim=0)) == 200
     plain = _pictures.normalized(found.train.images, found).double()
     assert plain.mean((0, 2, 3)).abs().max() < 1e-5
     assert (plain.std((0, 2, 3)) - 1).abs().max() < 1e-5
-    other = _pictures.split(shapes, shapes, "", 0.1, seed=4)
+    other = _pictures.split(shapes, shapes, 0.1, seed=4)
     assert not torch.equal(other.val.images, found.val.images)
 
 
@@ -332,6 +335,20 @@ def test_the_example_learns_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 10
 
 
+def test_what_is_learned_by_its_logarithm_goes_far_enough() -> None:
+    made = cell("meta", learn="lr,momentum", meta_lr=0.02)
+    rates = {g["lr"] for g in made.meta_optimizer.param_groups}
+    assert rates == {0.02, 0.2}
+
+
+def test_colours_are_measured_exactly() -> None:
+    images = torch.randint(0, 256, (37, 3, 8, 8), dtype=torch.uint8)
+    mean, deviation = _pictures._statistics(images)
+    pixels = images.transpose(0, 1).flatten(1).double() / 255
+    torch.testing.assert_close(mean.flatten(), pixels.mean(1).float())
+    torch.testing.assert_close(deviation.flatten(), pixels.std(1).float())
+
+
 # What goes wrong. ---------------------------------------------------------------------------------
 
 
@@ -361,16 +378,40 @@ def test_both_milestones_may_fall_on_one_epoch() -> None:
     assert rates(made)[0] == pytest.approx(0.001)
 
 
-def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
-    made = cell("fixed")
-    state = made.state_dict()
-    with pytest.raises(InnerLoopError, match="--data"):
-        made.load_state_dict(state | {"source": "others"})
-
-
 def test_the_environment_says_nothing_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(flags(tmp_path / "run", arms="fixed")) == 0
     monkeypatch.setenv("INNERLOOP_DATA", str(tmp_path / "nowhere"))
     assert main(["meta-lr", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_a_meta_update_that_diverges_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training that goes on is untouched by it: it is that at a fixed rate."""
+
+    def diverging(*_: object, **__: object) -> None:
+        raise DivergedError("in this test")
+
+    monkeypatch.setattr(il, "meta_update", diverging)
+    assert main(flags(tmp_path / "run", arms="meta,fixed")) == 0
+    assert "meta-updates diverged and were left out" in capsys.readouterr().out
+    arms = json.loads((tmp_path / "run" / "result.json").read_text())["arms"]
+    assert arms["meta"]["errors"] == arms["fixed"]["errors"] and arms["meta"]["skipped"] > 0
+
+
+def test_a_run_does_not_go_on_with_other_pictures(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p.name: p.read_bytes() for p in whole.iterdir() if p.is_file()}
+    real = _pictures.load
+
+    def other(*args: Any) -> Any:
+        train, test, source = real(*args)
+        return train, data.Labelled(255 - test.images, test.labels), source
+
+    monkeypatch.setattr(_pictures, "load", other)
+    assert main(["meta-lr", "--resume", str(whole)]) == 2
+    assert "The run was on" in capsys.readouterr().err
+    assert before == {p.name: p.read_bytes() for p in whole.iterdir() if p.is_file()}

@@ -441,6 +441,38 @@ def test_no_step_is_taken_along_what_is_not_finite(where, meta):
     assert not any(torch.is_tensor(v) for s in outer.state.values() for v in s.values())
 
 
+def test_every_call_draws_random_numbers_of_its_own():
+    seen = []
+
+    def judge(model, batch):
+        seen.append(torch.rand(()).item())
+        return squares(model, batch)
+
+    for _ in range(2):
+        torch.manual_seed(0)
+        inner, train, val = built(lambda: nn.Linear(2, 1), learn=("lr",), val_loss=judge)
+        meta = optim.SGD(inner.parameters(), lr=1e-3)
+        state = torch.get_rng_state()
+        for _ in range(3):
+            il.meta_update(inner, train, val, meta)
+        assert torch.equal(torch.get_rng_state(), state)
+        seen.append(torch.rand(()).item())  # the run's own
+    assert len(set(seen[:4])) == 4
+    assert seen[:4] == seen[4:]  # seeded alike, all is the same
+
+
+def test_a_refused_update_carries_nothing_on():
+    inner, train, val = built(
+        lambda: nn.Linear(2, 1), learn=("lr",), backward=il.Truncated(2, carry=True)
+    )
+    meta = optim.SGD(inner.parameters(), lr=1e-3)
+    il.meta_update(inner, train, val, meta)
+    before = inner._carried
+    with pytest.raises(DivergedError):
+        il.meta_update(inner, train, [v * torch.nan for v in val], meta)
+    assert inner._carried is before
+
+
 @pytest.mark.parametrize("updates", [1, 3])
 def test_an_ordinary_run_with_dropout_goes_on_with_its_random_numbers(updates):
     def dropping():

@@ -72,6 +72,19 @@ class Randomness:
         for device, state in self.others:
             torch.get_device_module(device).set_rng_state(state, device)
 
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return [self.cpu, *(state for _, state in self.others)]
+
+
+def seeded(devices: Devices, seed: int) -> None:
+    """Start the random numbers of the CPU and of these devices anew, and of no others."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(seed)
+
 
 @contextlib.contextmanager
 def preserved(devices: Devices) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._ambient import Randomness, devices_of, preserved
+from innerloop._ambient import Devices, Randomness, devices_of, preserved, seeded
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
@@ -33,7 +35,8 @@ def meta_update(
     for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
     new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
     counts. Random numbers of the ordinary run, as of its dropout, go on where they were, but for
-    those that such functions draw. An LBFGS evaluates an update several times: from the same state,
+    those that such functions draw; an update has others, which follow from the random state of the
+    run and from the meta-parameters, so that a resumed run has the same ones. An LBFGS evaluates an update several times: from the same state,
     on the same data, with the same random numbers. Returns the validation losses.
 
     >>> model = torch.nn.Linear(1, 1)
@@ -63,20 +66,34 @@ def meta_update(
         return value.detach()
 
     kept, devices = [p.grad for p in phi], devices_of(inner.parameters())
-    own: Randomness | None = None
     try:
         for _ in range(updates):  # line 1
             once = partial(evaluated, _given(train), _given(val))
-            # An ordinary run goes on with its random numbers; those of the updates follow another.
+            carried = inner._carried
             with preserved(devices):
-                if own is not None:
-                    own.set()
-                losses.append(_taken(inner, meta_optimizer, once))
-                own = Randomness(devices)
+                _seed_anew(devices, phi)
+                try:
+                    losses.append(_taken(inner, meta_optimizer, once))
+                except BaseException:
+                    inner._carried = carried  # an update that was not taken leaves no trace
+                    raise
     finally:
         for param, grad in zip(phi, kept, strict=True):
             param.grad = grad
     return losses
+
+
+def _seed_anew(devices: Devices, phi: list[Tensor]) -> None:
+    """Random numbers that differ from the run's and from those of other updates."""
+    now = Randomness(devices)
+    digest = hashlib.sha256(b"".join(bytes(s.cpu().numpy()) for s in now.states))
+    for p in phi:
+        real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+        flat = real.flatten().to(torch.float64)
+        # Weighted: what is learned may keep its sum.
+        said = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=p.device).cos()
+        digest.update(struct.pack("d", said.item()))
+    seeded(devices, int.from_bytes(digest.digest()[:7], "big"))
 
 
 def _taken(

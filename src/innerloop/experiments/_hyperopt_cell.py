@@ -93,8 +93,12 @@ class Cell(Part):
         if self.meta is not None:
             meta.load_state_dict(self.meta)
         meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * number / c.updates)
-        with _flagged(c, f"update {number + 1} of seed {self.seed}"):
+        try:
             (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
+        except DivergedError:
+            # A bad trial, as in the random search. It goes on from halfway back to the best one.
+            self.raw = tried if self.best is None else (tried + self.best) / 2
+            return tried, math.inf
         problem.clamp()
         self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
         return tried, loss.item()

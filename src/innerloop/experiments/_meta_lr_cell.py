@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
-from innerloop.errors import DivergedError, InnerLoopError
+from innerloop.errors import DivergedError
 from innerloop.experiments._parts import Part
 from innerloop.experiments._pictures import Pictures, batch, drawn, stream
 from innerloop.models import DenseNetBC
@@ -90,7 +90,7 @@ class Cell(Part):
         self.inner: il.InnerLoop | None = None
         if arm in ("meta", "discarded"):
             self.inner = self._inner()
-            self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
+            self.meta_optimizer = self._meta_optimizer(self.inner)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         c = self.config
@@ -114,6 +114,15 @@ class Cell(Part):
             self.model, optimizer, loss, learn=learn, backward=strategy, val_loss=mean_loss
         )
 
+    def _meta_optimizer(self, inner: il.InnerLoop) -> torch.optim.Optimizer:
+        """Adam; what is learned by its logarithm has a rate of its own."""
+        c = self.config
+        groups = []
+        for name, p in inner.settings.named_parameters():
+            plain = inner.learned[name.split(".")[0]].transform is None
+            groups.append({"params": [p], "lr": c.meta_lr if plain else c.chosen_meta_lr_log})
+        return torch.optim.Adam(groups)
+
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,14 +131,9 @@ class Cell(Part):
             parts |= {"inner": self.inner, "meta_optimizer": self.meta_optimizer}
         states = {name: part.state_dict() for name, part in parts.items()}
         own = {"loss": self.loss, "error": self.error, "diverged": self.diverged}
-        return own | {"source": self.pictures.source} | states
+        return own | states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["source"] != self.pictures.source:
-            raise InnerLoopError(
-                f"The run was on {state['source']}; here is {self.pictures.source}. Name the "
-                "folder of its data with --data."
-            )
         self.loss, self.error = float(state["loss"]), state["error"]
         self.diverged = state["diverged"]
         self.model.load_state_dict(state["model"])
@@ -176,7 +180,10 @@ class Cell(Part):
         found |= {"train_loss": self.loss / self.steps, "test_error": self.test_error()}
         self.loss = 0.0
         if self.inner is not None:
-            found["meta_loss"] = self._meta_update(self.inner, epoch)
+            try:
+                found["meta_loss"] = self._meta_update(self.inner, epoch)
+            except DivergedError as error:  # the training that goes on is untouched
+                found["skipped"] = str(error)
             found["learned"] = {n: v.tolist() for n, v in self.inner.hyper.items()}
         elif self.arm == "multistep":
             for group in self.optimizer.param_groups:

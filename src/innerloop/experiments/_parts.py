@@ -72,6 +72,11 @@ class Parts(Experiment):
         """The part of this number, at its start."""
 
     @property
+    def source(self) -> str:
+        """Which data it is about: a run is not gone on with on other data."""
+        return ""
+
+    @property
     def total(self) -> int:
         return sum(place.units for place in self._places)
 
@@ -169,11 +174,19 @@ class Parts(Experiment):
 
     def state_dict(self) -> dict[str, Any]:
         described = [self._described(number) for number in range(len(self._places))]
-        return {"parts": [known | {"records": len(known["records"])} for known in described]}
+        parts = [known | {"records": len(known["records"])} for known in described]
+        return {"source": self.source, "parts": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["source"] != self.source:
+            raise InnerLoopError(
+                f"The run was on {state['source']}; here is {self.source}. Name the folder of its "
+                "data with --data."
+            )
         start = 0
         for place, known in zip(self._places, state["parts"], strict=True):
+            if type(known["done"]) is not int or not 0 <= known["done"] <= place.units:
+                raise ValueError(f"{known['done']!r} of {place.units} {self.unit} are done")
             place.done, place.kept, place.state = known["done"], known["kept"], known["state"]
             place.records = self.records[start : start + known["records"]]
             place.told = len(place.records)

@@ -15,6 +15,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.experiments._coloured_shapes import coloured_shapes
 
 SHIFT = 4  # pixels
+_CHUNK = 10_000  # pictures
 SYNTHETIC = "coloured shapes (synthetic)"
 
 
@@ -26,8 +27,6 @@ class Pictures(NamedTuple):
     test: Labelled
     mean: Tensor
     deviation: Tensor
-    source: str
-    """Which data it is."""
 
 
 def stream(*key: object) -> torch.Generator:
@@ -57,7 +56,18 @@ def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelle
     return train, test, f"{SYNTHETIC}, {shapes} training pictures"
 
 
-def split(train: Labelled, test: Labelled, source: str, part: float, seed: int) -> Pictures:
+def digest(*parts: Labelled) -> str:
+    """A short checksum of the labels and of about a million of the pixels."""
+    found = hashlib.sha256()
+    for images, labels in parts:
+        pixels = images.flatten()
+        some = pixels[:: max(1, len(pixels) // 2**20) | 1]
+        for tensor in (torch.tensor(images.shape), labels, some):
+            found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def split(train: Labelled, test: Labelled, part: float, seed: int) -> Pictures:
     """Hold a part of the training pictures out, others for every seed."""
     order = torch.randperm(len(train.labels), generator=stream(seed, "split"))
     held = round(part * len(order))
@@ -72,10 +82,22 @@ def split(train: Labelled, test: Labelled, source: str, part: float, seed: int) 
         )
     order = order.to(train.labels.device)
     kept, out = (Labelled(*(t[rows] for t in train)) for rows in (order[held:], order[:held]))
-    # In float64 and by channel, so that the sums are the same for any number of threads.
-    pixels = kept.images.transpose(0, 1).flatten(1).double() / 255
-    mean, deviation = (v.float().view(-1, 1, 1) for v in (pixels.mean(1), pixels.std(1)))
-    return Pictures(kept, out, test, mean, deviation, source)
+    return Pictures(kept, out, test, *_statistics(kept.images))
+
+
+def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel: of whole numbers, so exact, whatever the threads."""
+    values = torch.arange(256, dtype=torch.float64, device=images.device) / 255
+    found = []
+    for channel in images.unbind(1):
+        chunks = channel.split(_CHUNK)
+        counts = sum(torch.bincount(chunk.flatten(), minlength=256) for chunk in chunks)
+        share = counts / torch.tensor(channel.numel(), dtype=torch.float64)
+        mean = (share * values).sum()
+        unbiased = channel.numel() / max(channel.numel() - 1, 1)
+        found.append((mean, ((share * (values - mean).square()).sum() * unbiased).sqrt()))
+    mean, deviation = (torch.stack(v).float().view(-1, 1, 1) for v in zip(*found, strict=True))
+    return mean, deviation
 
 
 def normalized(images: Tensor, pictures: Pictures) -> Tensor:

@@ -20,6 +20,7 @@ from innerloop.experiments._hyperopt_cell import Cell, References
 from innerloop.experiments._hyperopt_data import DATASETS, pictures, split
 from innerloop.experiments._hyperopt_problem import RANGES, Problem, build
 from innerloop.experiments._parts import Part, Parts
+from innerloop.experiments._pictures import digest
 
 BACKWARD = ("tape", "remat", "binomial")
 _SLOTS = 8
@@ -149,6 +150,11 @@ class Search(Parts):
         self.cells = [(seed, arm) for seed in seeds for arm in config.arms]
         self.problem(config.seed)  # sizes that cannot be are refused before any work
         super().__init__([config.arms[arm] for _, arm in self.cells])
+
+    @property
+    def source(self) -> str:
+        train, test = self._pictures
+        return f"{self.config.dataset} ({digest(*(p for p in (train, test) if p is not None))})"
 
     def make(self, number: int) -> Part:
         seed, arm = self.cells[number]

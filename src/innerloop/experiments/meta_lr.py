@@ -43,6 +43,9 @@ class Config:
     groups: Annotated[str, "the optimizer's groups: tensor, part or one"] = "tensor"
     transform: Annotated[str | None, "learn the rate by none, log, softplus (none for sgd)"] = None
     meta_lr: Annotated[float, "learning rate of the meta-optimizer, Adam"] = 1e-3
+    meta_lr_log: Annotated[
+        float | None, "the same for what is learned by its log or logit (10 times that)"
+    ] = None
     meta_steps: Annotated[int, "inner steps of a meta-update"] = 15
     meta_batch: Annotated[int, "pictures in a batch of the meta-update"] = 16
     val_batches: Annotated[int, "validation batches in the meta-loss"] = 10
@@ -92,7 +95,7 @@ class Config:
             refuse("momentum", self.momentum, "from 0 to below 1")
         if not 0 < self.val_part < 1:
             refuse("val_part", self.val_part, "between 0 and 1")
-        for name in ("lr", "weight_decay", "meta_lr"):
+        for name in ("lr", "weight_decay", "meta_lr", "meta_lr_log"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 refuse(name, value, "a number, 0 or above")
@@ -115,6 +118,11 @@ class Config:
     @property
     def chosen_momentum(self) -> float:
         return 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def chosen_meta_lr_log(self) -> float:
+        """By default a setting can go as far in its logarithm as a rate of 0.1 in 10 of its own."""
+        return 10 * self.meta_lr if self.meta_lr_log is None else self.meta_lr_log
 
     @property
     def reads_data(self) -> bool:
@@ -157,7 +165,8 @@ class MetaLr(Parts):
         config = dataclasses.replace(config, device=local_device(config.device))
         self.config = config
         loaded = _pictures.load(config.data, config.shapes, config.device)
-        self.train, self.test, self.source = loaded
+        self.train, self.test, self._source = loaded
+        self._digest = _pictures.digest(self.train, self.test)
         # Seed after seed: a run that is looked at half done has compared something.
         seeds = range(config.seed, config.seed + config.seeds)
         self.cells = [(arm, seed) for seed in seeds for arm in config.chosen_arms]
@@ -165,8 +174,12 @@ class MetaLr(Parts):
         self.steps = math.ceil(len(pictures.train.labels) / config.batch)
         super().__init__([config.epochs * self.steps] * len(self.cells))
 
+    @property
+    def source(self) -> str:
+        return f"{self._source} ({self._digest})"
+
     def _pictures(self, seed: int) -> _pictures.Pictures:
-        return _pictures.split(self.train, self.test, self.source, self.config.val_part, seed)
+        return _pictures.split(self.train, self.test, self.config.val_part, seed)
 
     def make(self, number: int) -> Cell:
         arm, seed = self.cells[number]
@@ -175,7 +188,7 @@ class MetaLr(Parts):
     def result(self) -> dict[str, Any]:
         """Test errors of every arm after the last epoch, and over all epochs."""
         arms = {arm: self._arm(arm) for arm in self.config.chosen_arms}
-        return {"data": self.source, "epochs": self.config.epochs, "arms": arms}
+        return {"data": self._source, "epochs": self.config.epochs, "arms": arms}
 
     def _arm(self, arm: str) -> dict[str, Any]:
         mine = [r for r in self.records if r["arm"] == arm]
@@ -190,6 +203,7 @@ class MetaLr(Parts):
             "mean_over_epochs": _mean([r["test_error"] for r in whole]),
             "train_loss": _mean([r["train_loss"] for r in last]),
             "diverged": diverged,
+            "skipped": sum("skipped" in r for r in mine),
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
@@ -208,6 +222,8 @@ class MetaLr(Parts):
             if found["diverged"]:
                 lost = ", ".join(map(str, found["diverged"]))
                 lines.append(f"{arm:<12}diverged with seed {lost}, left out")
+            if found["skipped"]:
+                lines.append(f"{arm:<12}{found['skipped']} meta-updates diverged and were left out")
             if not found["errors"]:
                 continue
             spread = "" if found["deviation"] is None else f" ± {100 * found['deviation']:.2f}"
