@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import random
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +73,73 @@ def test_files_of_settings(tmp_path: Path, content: Any) -> None:
 
 
 FLAGS = st.sampled_from(["--" + name.replace("_", "-") for name in NAMES if name != "device"])
+
+
+BEST: dict[str, Any] = {"epoch": 1, "val_accuracy": 0.5, "learned": {}, "moments": {}}
+FORGED = st.sampled_from(
+    [
+        {"records": [{"iteration": "x"}]},
+        {"records": [{"iteration": None}]},
+        {"best": 5},
+        {"best": [5]},
+        {"best": [BEST]},
+        {"best": [BEST | {"val_accuracy": "x"}]},
+        {"losses": ["x"]},
+        {"losses": 3},
+        {"shown": 3},
+        {"schedule": {}},
+        {"outer": {"skipped": "x", "scaler": {}}},
+        {"sampler": None},
+        {"random": torch.zeros(3)},
+        {"meta_optimizer": {"state": {}, "param_groups": []}},
+        {"learner": {}},
+        {"measured": {}},
+        {"done": 1.0},
+        {"seconds": "x"},
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def few() -> data.Splits:
+    return data.glyphs(train=6, val=6, test=6)
+
+
+@pytest.fixture(scope="module")
+def begun(few: data.Splits, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and its state in the middle."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    words = "--model mlp --filters 4 --steps 1 --tasks 1 --query 1 --iterations 2 --epoch 1"
+    words += " --val-tasks 1 --test-tasks 2 --tasks-by loop"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "load", lambda *_, **__: few)
+        assert main(["maml", *words.split(), "--out", str(folder)]) == 0
+    return folder
+
+
+@settings(parent=CASES, max_examples=25 * TIMES)
+@given(st.lists(FORGED, min_size=1, max_size=2))
+def test_whole_resumes_of_forged_states(
+    begun: Path, few: data.Splits, forged: list[dict[str, Any]]
+) -> None:
+    """Each ends in an error without a traceback, or in a result."""
+    TRIED["forged states"] += 1
+    state = torch.load(io.BytesIO((begun / "checkpoint-1.pt").read_bytes()[32:]))
+    for changed in forged:
+        own = {name: value for name, value in changed.items() if name in state}
+        state |= own
+        state["state"] |= {name: value for name, value in changed.items() if name not in own}
+    silent = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as place,
+        silent[0],
+        silent[1],
+    ):
+        patch.setattr(data, "load", lambda *_, **__: few)
+        shutil.copy(begun / "config.json", place)
+        Run(Path(place)).save(state)
+        assert main(["maml", "--resume", place]) in (0, 2)
 
 
 @CASES

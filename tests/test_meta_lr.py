@@ -17,7 +17,7 @@ import innerloop as il
 from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
-from innerloop.errors import DivergedError, InnerLoopError
+from innerloop.errors import DivergedError
 from innerloop.experiments import _pictures, meta_lr
 from innerloop.experiments._coloured_shapes import coloured_shapes
 from innerloop.experiments._meta_lr_cell import Cell, parameter_groups

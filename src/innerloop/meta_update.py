@@ -36,8 +36,9 @@ def meta_update(
     new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
     counts. Random numbers of the ordinary run, as of its dropout, go on where they were, but for
     those that such functions draw; an update has others, which follow from the random state of the
-    run and from the meta-parameters, so that a resumed run has the same ones. An LBFGS evaluates an update several times: from the same state,
-    on the same data, with the same random numbers. Returns the validation losses.
+    run and from the meta-parameters, so that a resumed run has the same ones. An LBFGS evaluates an
+    update several times: from the same state, on the same data, with the same random numbers.
+    Returns the validation losses.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

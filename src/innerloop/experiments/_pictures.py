@@ -56,7 +56,7 @@ def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelle
     return train, test, f"{SYNTHETIC}, {shapes} training pictures"
 
 
-def digest(*parts: Labelled) -> str:
+def digest(*parts: tuple[Tensor, Tensor]) -> str:
     """A short checksum of the labels and of about a million of the pixels."""
     found = hashlib.sha256()
     for images, labels in parts:

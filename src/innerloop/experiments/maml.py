@@ -281,6 +281,13 @@ class Training(Experiment):
         self.sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"])
         self.losses, self.shown, self.best = state["losses"], state["shown"], state["best"]
+        for entry in self.best:  # one of another form would be noticed hours later
+            if not (type(entry["epoch"]) is int and type(entry["val_accuracy"]) is float):
+                raise TypeError("its best epochs are none")
+            if entry["learned"].keys() != state["learner"].keys() or not entry["moments"]:
+                raise ValueError("its best epochs are of another learner")
+        if not all(type(loss) is float for loss in self.losses):
+            raise TypeError("its losses are no numbers")
 
     # --- work ---------------------------------------------------------------------------------
 

@@ -46,8 +46,6 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*[_Block(n, m, layers) for n, m in pairwise(widths)])
         self.linear = nn.Linear(widths[-1], classes)
         he_start(self)
-        for block in self.blocks:
-            nn.init.zeros_(block.shortcut[1].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images. [batch, channel, height, width] -> [batch, classes]"""
@@ -63,7 +61,9 @@ class _Block(nn.Module):
         for _ in range(layers - 1):
             parts += [nn.ReLU(), conv(filters, filters), batch_norm(filters)]
         self.layers = nn.Sequential(*parts)
-        self.shortcut = nn.Sequential(conv(channels, filters, kernel=1), batch_norm(filters))
+        norm = batch_norm(filters)
+        nn.init.zeros_(norm.weight)
+        self.shortcut = nn.Sequential(conv(channels, filters, kernel=1), norm)
         self.finish = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
 
     def forward(self, x: Tensor) -> Tensor:
