@@ -767,3 +767,9 @@ def test_sigma_may_change_in_a_persistent_run():
     mean, error = torch.stack(found).mean(), torch.stack(found).std() / math.sqrt(len(found))
     assert abs(mean - 3.0) < 4 * error
     assert error < 0.3
+
+
+def test_a_wrapper_that_averages_gradients_is_refused():
+    wrapper = nn.parallel.DistributedDataParallel
+    with pytest.raises(il.InnerLoopError, match="wrapper.module"):
+        estimate.evolution(wrapper.__new__(wrapper), seed=0)

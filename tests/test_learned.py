@@ -592,3 +592,23 @@ def test_coordinates_can_be_compiled(kind):
     expected = inner(train, val)
     inner.compile(backend="eager")
     torch.testing.assert_close(inner(train, val), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [LSTMOptimizer, MLPOptimizer])
+def test_updates_inside_autocast_are_those_outside(kind):
+    def trained(inside):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = kind().as_torch_optimizer(model.parameters())
+        x = torch.randn(8, 3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).float().square().mean().backward()
+                if inside:
+                    optimizer.step()
+            if not inside:
+                optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))

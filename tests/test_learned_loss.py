@@ -144,6 +144,20 @@ def test_state_dict_round_trip(tmp_path):
     assert loss(logits, y, 0.5) == other(logits, y, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"form": "weighted"}, {}), ({}, {"form": "weighted"}), ({"targets": "classes"}, {})],
+)
+def test_the_state_of_another_kind_is_refused(one, other):
+    """The weights would fit, and mean something else."""
+    before = LearnedLoss(**other)
+    loaded = copy.deepcopy(before)
+    with pytest.raises(InnerLoopError, match="then load_state_dict"):
+        loaded.load_state_dict(LearnedLoss(**one).state_dict())
+    for a, b in zip(before.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_class_numbers_are_vectors_of_probabilities():
     loss = LearnedLoss("classes")
     logits, y = torch.randn(2, 5, 3), torch.randint(3, (2, 5))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -211,3 +213,21 @@ def test_wrong_settings_are_refused_before_any_work(
     assert main(flags(tmp_path / "out", **{name: value})) == 2
     assert "--" + name.replace("_", "-") in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_episode_that_diverges_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = learned_optimizer.Config(horizon=6, window=3, tasks=2)
+    training = MetaTraining(Quadratics(), config, 4, 0)
+    before = [p.detach().clone() for p in training.learned.parameters()]
+
+    def broken(_: Any) -> torch.Tensor:
+        return sum(p.sum() for p in training.learned.parameters()) * math.inf
+
+    monkeypatch.setattr(training, "_loss", broken)
+    assert training.episode(0) == math.inf
+    for p, old in zip(training.learned.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+    for p in training.learned.parameters():
+        p.data.fill_(1e30)
+    batches = training.family.draw(training.generator, 2, 6, unseen=True)
+    assert training.curves(batches).shape == (2, 6)

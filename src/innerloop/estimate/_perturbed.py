@@ -39,6 +39,13 @@ def perturbed(function: Any, params: Any, persistent: bool) -> Perturbed:
             "its own parameters are perturbed, those that require grad",
             "module.requires_grad_(False) for parts that are to stay as they are.",
         )
+    if isinstance(function, nn.parallel.DistributedDataParallel):
+        _refuse(
+            "a DistributedDataParallel",
+            "the module in it",
+            "the wrapper averages gradients that a backward pass makes, and there is none",
+            "evolution(wrapper.module, ...), and torch.distributed.all_reduce over the gradients.",
+        )
     module = unwrapped(function)
     if isinstance(module, InnerLoop):
         return _of_inner_loop(module, persistent)

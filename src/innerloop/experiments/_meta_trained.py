@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import innerloop as il
+from innerloop.errors import DivergedError
 from innerloop.estimate import evolution
 from innerloop.experiments._optimizees import Family
 from innerloop.learned import LSLR, LearnedOptimizer, LSTMOptimizer, MetaSGD, MLPOptimizer
@@ -59,13 +60,18 @@ class MetaTraining:
             group["lr"] = c.meta_lr * (_FINAL + (1 - _FINAL) * decay)
         length = c.horizon if c.by == "binomial" else c.window
         parts = [batches[i : i + length] for i in range(0, c.horizon, length)]
-        return sum(self._update(part) for part in parts) / len(parts)
+        try:
+            return sum(self._update(part) for part in parts) / len(parts)
+        except DivergedError:  # the rest of the episode is lost, and nothing else
+            return math.inf
 
     def _update(self, batches: list[Any]) -> float:
         self.meta.zero_grad()
         loss = self._loss(batches)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.learned.parameters(), self.config.clip)
+        norm = nn.utils.clip_grad_norm_(self.learned.parameters(), self.config.clip)
+        if not norm.isfinite():
+            raise DivergedError("The meta-gradient is not finite.")
         self.meta.step()
         return loss.item()
 
@@ -75,10 +81,13 @@ class MetaTraining:
         return self.inner.adapt(batches).losses.mean()
 
     def curves(self, batches: list[Any]) -> Tensor:
-        """The loss before each step. [tasks, steps]"""
+        """The loss before each step; infinite if a training diverges. [tasks, steps]"""
         inner = il.InnerLoop(self.family.model, self.learned, self.family.loss, learn=())
-        with torch.no_grad():
-            return inner.adapt(batches, tasks=il.tasks.vmap()).losses
+        try:
+            with torch.no_grad():
+                return inner.adapt(batches, tasks=il.tasks.vmap()).losses
+        except DivergedError:
+            return torch.full((len(batches[0][0]), len(batches)), math.inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Between episodes nothing is carried over but this."""

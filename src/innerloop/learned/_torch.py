@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from innerloop._gradient import full_precision
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned._coordinates import check_tensors, parted, together
 
@@ -51,7 +52,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         moving = self._moving()
         if moving:
             names, params, rates = zip(*moving, strict=True)
-            self._move(names, params, rates)
+            with full_precision(params[0].device):  # as in an inner loop
+                self._move(names, params, rates)
         return loss
 
     def _moving(self) -> list[tuple[str, Tensor, Any]]:

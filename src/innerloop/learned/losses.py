@@ -123,6 +123,22 @@ class LearnedLoss(nn.Module):
         weight = (_REACH * torch.tanh(said / _REACH)).exp()
         return weight.to(prediction.dtype) * ordinary
 
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"targets": self.targets, "form": self.form}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Refuse the weights of another kind: they would fit, and mean something else."""
+        if state != self.get_extra_state():
+            kind = f"LearnedLoss({state['targets']!r}, form={state['form']!r})"
+            raise InnerLoopError(
+                four_part(
+                    f"The state is that of {kind}, this is LearnedLoss({self.extra_repr()}).",
+                    "the same targets and form.",
+                    "the same network says a loss in one form, and a weight in the other.",
+                    f"{kind}, then load_state_dict.",
+                )
+            )
+
     def extra_repr(self) -> str:
         return f"{self.targets!r}, form={self.form!r}, extras={self.extras}"
 

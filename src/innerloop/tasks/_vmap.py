@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from innerloop._mapped import NotBatchableError
+from innerloop.backward.implicit import Implicit
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, EndedTogether, Way, draws, warn_of_loop
@@ -53,6 +54,9 @@ class vmap(Way):
 
     def tried(self, tasks: Any) -> Ended:
         """The same, with an error where batching is impossible."""
+        if isinstance(tasks.prepared.backward, Implicit):
+            # Conjugate gradients of all tasks at once would share their steps and their end.
+            raise NotBatchableError("Implicit solves a linear system for each task by itself")
         before = draws(tasks)
         state, outs, losses = self._frozen(tasks).together()
         if before.undone():
