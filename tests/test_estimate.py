@@ -771,5 +771,5 @@ def test_sigma_may_change_in_a_persistent_run():
 
 def test_a_wrapper_that_averages_gradients_is_refused():
     wrapper = nn.parallel.DistributedDataParallel
-    with pytest.raises(il.InnerLoopError, match="wrapper.module"):
+    with pytest.raises(il.InnerLoopError, match=r"wrapper\.module"):
         estimate.evolution(wrapper.__new__(wrapper), seed=0)

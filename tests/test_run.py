@@ -159,7 +159,7 @@ def test_a_name_that_is_too_long_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, "--out", str(tmp_path / ("a" * 300))]) == WRONG
-    assert "cannot be used" in capsys.readouterr().err
+    assert "cannot be written to" in capsys.readouterr().err
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

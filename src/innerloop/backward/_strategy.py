@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 class Backward(abc.ABC):
     """A strategy: how the gradient gets back over the steps of an inner loop."""
+
+    each_task_alone: ClassVar[bool] = False
+    """Whether it is wrong for the steps of several tasks as one batched computation."""
 
     @abc.abstractmethod
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:

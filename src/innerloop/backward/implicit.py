@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class Implicit(Backward):
     Exact:  at a stationary point.
     """
 
+    each_task_alone: ClassVar[bool] = True  # a linear system for all is another one
     solver: str = "cg"
     iterations: int | None = None
     tolerance: float | None = None

@@ -99,7 +99,7 @@ def _whole(text: str) -> int:
     return value
 
 
-_LARGEST = 2**62
+_LARGEST = 10**30
 _KINDS: dict[Any, Any] = {int: _whole}
 _whole.__name__ = "int"  # in messages of argparse
 _METAVARS = {int: "N", float: "X", Path: "PATH"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -78,7 +79,7 @@ class Cell(Part):
         self.skipped, self.tuned = state["skipped"], state["tuned"]
 
     def kept(self) -> dict[str, Any]:
-        return {name: tensor.clone() for name, tensor in self.criterion.state_dict().items()}
+        return copy.deepcopy(self.criterion.state_dict())
 
     # --- work ---------------------------------------------------------------------------------
 

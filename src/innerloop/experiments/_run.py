@@ -76,8 +76,9 @@ class Run:
                 self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
+            how = "written to" if new else "read"
             raise InnerLoopError(
-                f"The run's folder {self.folder} cannot be used: {error}. Name another one."
+                f"The run's folder {self.folder} cannot be {how}: {error}. Name another one."
             ) from error
         try:
             try:

@@ -288,6 +288,10 @@ class Training(Experiment):
                 raise ValueError("its best epochs are of another learner")
         if not all(type(loss) is float for loss in self.losses):
             raise TypeError("its losses are no numbers")
+        for record in self.records:
+            kinds = {"epoch": int, "iteration": int, "val_accuracy": float, "learned": dict}
+            if not all(type(record[name]) is kind for name, kind in kinds.items()):
+                raise TypeError("its records are of another form")
 
     # --- work ---------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import nn
 
 from innerloop._mapped import NotBatchableError
-from innerloop.backward.implicit import Implicit
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.tasks._loop import loop
 from innerloop.tasks._way import Ended, EndedTogether, Way, draws, warn_of_loop
@@ -54,9 +53,10 @@ class vmap(Way):
 
     def tried(self, tasks: Any) -> Ended:
         """The same, with an error where batching is impossible."""
-        if isinstance(tasks.prepared.backward, Implicit):
-            # Conjugate gradients of all tasks at once would share their steps and their end.
-            raise NotBatchableError("Implicit solves a linear system for each task by itself")
+        backward = tasks.prepared.backward
+        if backward.each_task_alone:
+            # As conjugate gradients, which would share their steps and their end.
+            raise NotBatchableError(f"{type(backward).__name__} needs each task by itself")
         before = draws(tasks)
         state, outs, losses = self._frozen(tasks).together()
         if before.undone():
