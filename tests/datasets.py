@@ -84,7 +84,7 @@ def write_zip(path: Path, files: dict[str, bytes]) -> Path:
 
 def write_tar(path: Path, files: dict[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
+    with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)

@@ -18,6 +18,7 @@ import datasets
 from datasets import REAL, needs_real
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
+from innerloop.data._archive import ENDINGS
 from innerloop.data._pickles import nesting
 from innerloop.errors import InnerLoopError
 
@@ -161,7 +162,7 @@ def test_wrong_folders(tmp_path):
     with pytest.raises(InnerLoopError, match="no pictures in val/class"):
         folder(tmp_path / "a")
     datasets.write_folder(tmp_path / "b", {**files, "test/x/1.png": datasets.picture(3, 20)})
-    with pytest.raises(InnerLoopError, match=r"test/x/1.png.*20 x 20.*size=32"):
+    with pytest.raises(InnerLoopError, match=r"test/x/1.png.*20 x 20.*size=32.*--size 32"):
         folder(tmp_path / "b")
     with pytest.raises(InnerLoopError, match="no such folder"):
         folder(tmp_path / "c")
@@ -280,16 +281,41 @@ def test_classes_may_be_links(tmp_path):
         folder(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["tar", "zip"])
+@pytest.mark.parametrize("kind", ENDINGS)
 def test_archives_of_the_folder_they_were_made_in(tmp_path, kind):
     """``tar czf pictures.tar.gz -C pictures .`` writes names that begin with ``./``."""
     files = {f"./{name}": content for name, content in datasets.folder_files().items()}
-    if kind == "tar":
-        path = datasets.write_tar(tmp_path / "pictures.tar.gz", files)
-    else:
-        path = datasets.write_zip(tmp_path / "pictures.zip", files)
+    write = datasets.write_zip if kind == ".zip" else datasets.write_tar
+    path = write(tmp_path / f"pictures{kind}", files)
     datasets.write_folder(tmp_path / "unpacked", files)
     assert torch.equal(folder(path).train.pixels, folder(tmp_path / "unpacked").train.pixels)
+
+
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_archives_are_found_whatever_they_are_packed_as(tmp_path, kind):
+    write = datasets.write_zip if kind == ".zip" else datasets.write_tar
+    write(tmp_path / f"cifar-10-python{kind}", datasets.cifar_files(1))
+    write(tmp_path / f"mini-imagenet{kind}", datasets.mini_imagenet_files())
+    for part, characters in (("images_background", 4), ("images_evaluation", 2)):
+        write(tmp_path / f"{part}{kind}", datasets.omniglot_files(part, characters))
+    assert len(cifar10(tmp_path).train.labels) == 5
+    assert len(mini_imagenet(tmp_path).train) == 2
+    assert len(omniglot(tmp_path, splits=SPLITS).test) == 2
+
+
+def test_a_plain_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
+    """Where one file ends, too: Python's reader takes that, or a broken header, for the end."""
+    path = datasets.write_tar(tmp_path / "pictures.tar", datasets.folder_files())
+    content = path.read_bytes()
+    with tarfile.open(path) as archive:
+        ends = [*[member.offset for member in archive][1:], archive.offset]
+    for end in [*ends, ends[3] + 100]:
+        path.write_bytes(content[:end])
+        with pytest.raises(InnerLoopError, match=r"pictures.tar.*(cut off|unexpected end)"):
+            folder(path)
+    path.write_bytes(content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :])
+    with pytest.raises(InnerLoopError, match=r"pictures.tar.*damaged"):
+        folder(path)
 
 
 def test_cifar10_archive_and_folder(tmp_path):

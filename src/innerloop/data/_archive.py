@@ -1,4 +1,4 @@
-"""Read files by name from a zip, a tar.gz or a folder. Nothing is ever unpacked to disk."""
+"""Read files by name from a zip, a tar or a folder. Nothing is ever unpacked to disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from innerloop.errors import InnerLoopError
 
 LARGEST = 1 << 28  # bytes in one file of an archive; the largest real ones have 31 million
 CHUNK = 1 << 20
+ENDINGS = (".zip", ".tar.gz", ".tgz", ".tar")
 
 
 class Source(Protocol):
@@ -42,13 +43,18 @@ class Source(Protocol):
 
 @contextmanager
 def opened(path: Path, expected: str) -> Iterator[Source]:
-    """Open a folder, a zip or a tar.gz; every failure inside names ``path`` and ``expected``."""
+    """Open a folder, a zip, a tar or a tar.gz; a failure inside names ``path`` and ``expected``."""
     with reading(path, expected):
         if path.is_dir():
             yield Folder(path)
         elif path.name.endswith((".tar.gz", ".tgz")):
             with tarfile.open(path, "r:gz") as archive:
                 yield Tar(path, archive, expected)
+        elif path.name.endswith(".tar"):
+            with tarfile.open(path, "r:") as archive:
+                source = Tar(path, archive, expected)
+                _check_end(path, archive.offset)
+                yield source
         else:
             with zipfile.ZipFile(path) as archive:
                 yield Zip(path, archive, expected)
@@ -168,6 +174,14 @@ def checksum(path: Path) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _check_end(path: Path, end: int) -> None:
+    """A tar ends in zeros. One that is cut off between two files has fewer, and no checksum."""
+    with path.open("rb") as file:
+        file.seek(end)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise EOFError(f"the archive is cut off or damaged after {end} bytes")
 
 
 def _below(folder: Path, above: set[Path]) -> Iterator[tuple[Path, bool]]:

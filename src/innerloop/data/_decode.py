@@ -51,7 +51,7 @@ def same_size(source: Source, names: list[str], pictures: list[Tensor]) -> None:
                 f"it has {width} x {height} pixels, the first picture has "
                 f"{pictures[0].shape[2]} x {pictures[0].shape[1]}",
                 "pictures of one size, or a size to which all are resized",
-                "size=32 (or another size) as an argument",
+                "size=32 (or another size) as an argument, or --size 32 on the command line",
             )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop.data._archive import Source, opened
+from innerloop.data._archive import ENDINGS, Source, opened
 from innerloop.data._cache import Content, cached
 from innerloop.data._locate import data_root, first_of
 from innerloop.data._pickles import Array, load_pickle
@@ -17,7 +17,10 @@ from innerloop.errors import InnerLoopError
 
 CLASSES = 10
 FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
-EXPECTED = "cifar-10-python.tar.gz, or its folder cifar-10-batches-py with data_batch_1 … 5"
+EXPECTED = (
+    "cifar-10-python.tar.gz (or .tgz, .tar, .zip), or its folder cifar-10-batches-py with "
+    "data_batch_1 … 5"
+)
 EXPECTED_FILE = "a pickled dictionary with uint8 data [n, 3072] and n labels from 0 to 9"
 
 
@@ -41,9 +44,9 @@ class Cifar10(NamedTuple):
 def cifar10(root: Path | str | None = None, *, device: torch.device | str = "cpu") -> Cifar10:
     """Read CIFAR-10.
 
-    Reads ``cifar-10-python.tar.gz``, or the unpacked ``cifar-10-batches-py``, in ``root``
-    (``$INNERLOOP_DATA``) or ``root/cifar10``. Each file may hold any number of pictures. The
-    pickles in it are read without running any code of theirs.
+    Reads ``cifar-10-python.tar.gz`` (or .tgz, .tar, .zip), or the unpacked
+    ``cifar-10-batches-py``, in ``root`` (``$INNERLOOP_DATA``) or ``root/cifar10``. Each file may
+    hold any number of pictures. The pickles in it are read without running any code of theirs.
     """
     path = _find(data_root(root))
     content = cached("cifar10", [path], "", lambda: _decoded(path))
@@ -57,7 +60,7 @@ def cifar10(root: Path | str | None = None, *, device: torch.device | str = "cpu
 def _find(root: Path) -> Path:
     if root.is_file() or (root / "data_batch_1").exists():
         return root
-    names = ("cifar-10-python.tar.gz", "cifar-10-batches-py")
+    names = (*(f"cifar-10-python{ending}" for ending in ENDINGS), "cifar-10-batches-py")
     return first_of(
         (place / name for place in (root / "cifar10", root) for name in names),
         root,

@@ -25,11 +25,12 @@ _SPLIT = re.compile(rf"((?:[^/]+/)*?)(?:{'|'.join(PARTS)})/")
 def folder(
     root: Path | str | None = None, *, seed: int = 0, size: int | None = None, channels: int = 3
 ) -> Splits:
-    """Read your own pictures: ``root/{train,val,test}/class/*.png`` (or ``.jpg``), or a zip of it.
+    """Read your own pictures: ``root/{train,val,test}/class/*.png`` (or ``.jpg``), packed or not.
 
-    A class is in one split only, and a picture directly in its class. Other folders may lie around
-    the three, or beside them, where they are not read. With ``size``, at most 1024, pictures of
-    another size are resized to ``size x size`` (Lanczos); without, all must have one size.
+    ``root`` may be a .zip, .tar.gz, .tgz or .tar of it. A class is in one split only, and a picture
+    directly in its class. Other folders may lie around the three, or beside them, where they are
+    not read. With ``size``, at most 1024, pictures of another size are resized to ``size x size``
+    (Lanczos); without, all must have one size.
     ``channels`` is 3 for RGB, 1 for grey; what is transparent becomes white. The folders are the
     split, so ``seed`` changes nothing.
 

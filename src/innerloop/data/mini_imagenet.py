@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from innerloop.data._archive import Source, opened
+from innerloop.data._archive import ENDINGS, Source, opened
 from innerloop.data._cache import Content, cached
 from innerloop.data._decode import decode
 from innerloop.data._locate import data_root, first_of
@@ -25,9 +25,9 @@ Listings = dict[str, tuple[str, dict[str, list[str]]]]
 def mini_imagenet(root: Path | str | None = None, *, seed: int = 0) -> Splits:
     """Read mini-ImageNet: 64 training, 16 validation and 20 test classes.
 
-    Reads ``mini-imagenet.zip``, or the unpacked ``images`` and csv files, in ``root``
-    (``$INNERLOOP_DATA``) or ``root/mini-imagenet``. Pictures that are not 84 x 84 are resized
-    (Lanczos). The split is the one in the csv files, so ``seed`` changes nothing.
+    Reads ``mini-imagenet.zip`` (or .tar.gz, .tgz, .tar), or the unpacked ``images`` and csv files,
+    in ``root`` (``$INNERLOOP_DATA``) or ``root/mini-imagenet``. Pictures that are not 84 x 84 are
+    resized (Lanczos). The split is the one in the csv files, so ``seed`` changes nothing.
 
     Returns pictures ``[n, 3, 84, 84]``.
     """
@@ -42,9 +42,13 @@ def _find(root: Path) -> Path:
         if (place / "train.csv").exists():
             return place
     return first_of(
-        (root / "mini-imagenet" / "mini-imagenet.zip", root / "mini-imagenet.zip"),
+        (
+            place / f"mini-imagenet{ending}"
+            for place in (root / "mini-imagenet", root)
+            for ending in ENDINGS
+        ),
         root,
-        f"mini-imagenet.zip, or {EXPECTED}",
+        f"mini-imagenet.zip (or .tar.gz, .tgz, .tar), or {EXPECTED}",
         "root=... with the folder that holds it",
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from innerloop.data._archive import Source, opened
+from innerloop.data._archive import ENDINGS, Source, opened
 from innerloop.data._cache import Content, cached
 from innerloop.data._decode import decode, is_picture
 from innerloop.data._locate import data_root, first_of
@@ -19,7 +19,9 @@ from innerloop.errors import InnerLoopError
 SIZE = 28
 DRAWINGS = 20
 PARTS = ("images_background", "images_evaluation")
-EXPECTED = "a zip or folder with alphabet/character/drawing.png, as in Omniglot's python/ folder"
+EXPECTED = (
+    "a zip, tar or folder with alphabet/character/drawing.png, as in Omniglot's python/ folder"
+)
 
 
 def omniglot(
@@ -31,7 +33,7 @@ def omniglot(
 ) -> Splits:
     """Read Omniglot as MAML++ does.
 
-    Reads ``images_background`` and ``images_evaluation``, as zips or unpacked, in ``root``
+    Reads ``images_background`` and ``images_evaluation``, as zips, tars or unpacked, in ``root``
     (``$INNERLOOP_DATA``), ``root/omniglot`` or ``root/omniglot/python``. Drawings are reduced from
     105 x 105 to 28 x 28 (Lanczos) and inverted, so that strokes are bright. The characters of both
     parts are shuffled with ``seed`` and dealt out to train, val and test. With ``rotations``, the
@@ -61,9 +63,9 @@ def omniglot(
 def _part(root: Path, part: str) -> Path:
     folders = (root / "omniglot", root / "omniglot" / "python", root)
     return first_of(
-        (folder / name for folder in folders for name in (f"{part}.zip", part)),
+        (folder / f"{part}{ending}" for folder in folders for ending in (*ENDINGS, "")),
         root,
-        f"Omniglot's {' and '.join(PARTS)}, as .zip or unpacked",
+        f"Omniglot's {' and '.join(PARTS)}, as {', '.join(ENDINGS)} or unpacked",
         "the folder that holds them, or get them with: innerloop data fetch omniglot",
     )
 
