@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import innerloop as il
 from innerloop import models
 from innerloop.errors import InnerLoopError
+from innerloop.models.densenet import _weights
 from problems import flat, relative_error
 
 FEW_SHOT = [name for name in models.NAMES if not name.startswith("densenet-bc")]
@@ -231,6 +232,10 @@ def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
         ("densenet-bc-12-4", {}, "depth=4"),
         ("densenet-bc-0-10", {}, "growth=0"),
         ("densenet-bc-12-100", {"filters": 24}, "densenet-bc-24-100"),
+        ("densenet-bc-1000-1000", {}, "growth=1000 and depth=1000, which has .* weights"),
+        ("densenet-bc-1-999994", {}, "weights"),
+        ("resnet-12", {"filters": 4096}, "filters=4096, which has .* weights"),
+        ("mlp", {"filters": 4096, "size": 1000}, "weights"),
         ("densenet-bc-12-40", {"size": -3}, "size=-3"),
         ("densenet-bc-12-40", {"size": 3}, "size=3 to densenet-bc-12-40.*4 by 4"),
     ],
@@ -238,6 +243,26 @@ def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
 def test_impossible_shapes_are_refused(name, options, said):
     with pytest.raises(InnerLoopError, match=said):
         models.build(name, **{"in_channels": 1, "classes": 5} | options)
+
+
+@pytest.mark.parametrize(("growth", "depth"), [(12, 100), (12, 40), (7, 22)])
+def test_weights_are_counted_without_building(growth, depth):
+    built = sum(p.numel() for p in models.DenseNetBC(growth, depth).parameters() if p.dim() == 4)
+    first = 9 * 3 * 2 * growth
+    assert _weights(growth, (depth - 4) // 6) == pytest.approx(built - first, rel=0.01)
+
+
+@pytest.mark.parametrize("depth", [100, 190])
+def test_published_nets_are_not_too_large(depth):
+    models.check(f"densenet-bc-40-{depth}")
+
+
+def test_counting_weights_draws_no_random_numbers():
+    torch.manual_seed(0)
+    built = models.build("vgg", in_channels=1, classes=5, filters=4)
+    torch.manual_seed(0)
+    expected = models.VGG(in_channels=1, classes=5, filters=4)
+    assert torch.equal(flat(built.parameters()), flat(expected.parameters()))
 
 
 @pytest.mark.parametrize("name", FEW_SHOT)

@@ -2,6 +2,7 @@
 
 from innerloop.models._build import NAMES as NAMES
 from innerloop.models._build import build as build
+from innerloop.models._build import check as check
 from innerloop.models.densenet import DenseNet as DenseNet
 from innerloop.models.densenet import DenseNetBC as DenseNetBC
 from innerloop.models.mlp import MLP as MLP

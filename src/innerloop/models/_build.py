@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import partial
 
+import torch
 from torch import nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.models._layers import check_size
-from innerloop.models.densenet import DenseNet, DenseNetBC
+from innerloop.models._layers import check_size, check_weights
+from innerloop.models.densenet import DenseNet, DenseNetBC, check_dense
 from innerloop.models.mlp import MLP
 from innerloop.models.resnet import BLOCKS, ResNet
 from innerloop.models.vgg import VGG
 
+_GROWTH_AND_DEPTH = re.compile(r"densenet-bc-([0-9]{1,6})-([0-9]{1,6})")
 NAMES = ("vgg", "resnet-4", "resnet-8", "resnet-12", "densenet-8", "densenet-bc-12-100", "mlp")
 
 
@@ -35,21 +38,32 @@ def build(
     Traceback (most recent call last):
     innerloop.errors.InnerLoopError: You asked for the model 'resnet8'. ...Write: 'resnet-8'.
     """
-    growth_and_depth = re.fullmatch(r"densenet-bc-([0-9]{1,6})-([0-9]{1,6})", str(name))
-    if growth_and_depth:
+    check(name)
+    if growth_and_depth := _GROWTH_AND_DEPTH.fullmatch(str(name)):
         growth, depth = (int(number) for number in growth_and_depth.groups())
         if filters is not None:
             raise InnerLoopError(_width_twice(name, filters))
         check_size(size, 4, name)  # its two poolings
         return DenseNetBC(growth, depth, classes, in_channels)
-    if name not in NAMES:
-        raise InnerLoopError(_unknown(name))
     shape = {"in_channels": in_channels, "classes": classes, "size": size}
     if filters is not None:
         shape["filters"] = filters
-    if name.startswith("resnet-"):
-        return ResNet(layers=int(name.removeprefix("resnet-")) // BLOCKS, **shape)
-    return {"vgg": VGG, "densenet-8": DenseNet, "mlp": MLP}[name](**shape)
+    make = {"vgg": VGG, "densenet-8": DenseNet, "mlp": MLP}.get(name)
+    if make is None:
+        make = partial(ResNet, layers=int(name.removeprefix("resnet-")) // BLOCKS)
+    with torch.device("meta"):  # takes no memory, and no random numbers
+        count = sum(p.numel() for p in make(**shape).parameters())
+    what = ", ".join(f"{key}={value}" for key, value in shape.items())
+    check_weights(count, f"{name} with {what}", "filters=64")
+    return make(**shape)
+
+
+def check(name: str) -> None:
+    """Refuse a name that no model has, and a DenseNet-BC that cannot be, before any work."""
+    if growth_and_depth := _GROWTH_AND_DEPTH.fullmatch(str(name)):
+        check_dense(*map(int, growth_and_depth.groups()))
+    elif name not in NAMES:
+        raise InnerLoopError(_unknown(name))
 
 
 def _unknown(name: object) -> str:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
 
+MOST = 10**8  # weights; DenseNet-BC(40, 190), the largest of Huang et al., has 26 million
+
 
 def conv(channels: int, out: int, kernel: int = 3) -> nn.Conv2d:
     """A convolution that keeps height and width; without bias, since a batch norm follows."""
@@ -70,6 +72,19 @@ def check_size(size: Any, least: int, model: str) -> None:
                 f"images of at least {least} by {least} pixels.",
                 "each of its poolings halves them, and nothing would be left.",
                 f"size={least} or more, or a model without pooling: mlp.",
+            )
+        )
+
+
+def check_weights(count: int, what: str, smaller: str) -> None:
+    """Refuse a model that is too large, before it fills the memory."""
+    if count > MOST:
+        raise InnerLoopError(
+            four_part(
+                f"You asked for {what}, which has {count:.1e} weights.",
+                f"at most {MOST:.0e}.",
+                "weights, their gradients and the optimizer's state have to be in memory.",
+                f"smaller numbers, for example {smaller}.",
             )
         )
 

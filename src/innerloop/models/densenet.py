@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.models._layers import average, batch_norm, check_size, conv, counts, he_start
+from innerloop.models._layers import (
+    average,
+    batch_norm,
+    check_size,
+    check_weights,
+    conv,
+    counts,
+    he_start,
+)
 
 BLOCKS = 4
 LAYERS = 2
@@ -84,7 +92,7 @@ class DenseNetBC(nn.Module):
         growth, depth, classes, in_channels = counts(
             growth=growth, depth=depth, classes=classes, in_channels=in_channels
         )
-        layers = _layers_per_block(depth)
+        layers = check_dense(growth, depth)
         channels = 2 * growth
         parts: list[nn.Module] = [conv(in_channels, channels)]
         for block in range(3):
@@ -101,6 +109,29 @@ class DenseNetBC(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images. [batch, channel, height, width] -> [batch, classes]"""
         return self.linear(average(self.features(x)))
+
+
+def check_dense(growth: int, depth: int) -> int:
+    """The layers of a block; refuses what DenseNet-BC cannot be, or is too large to be built."""
+    growth, depth = counts(growth=growth, depth=depth)
+    layers = _layers_per_block(depth)
+    what = f"DenseNet-BC with growth={growth} and depth={depth}"
+    check_weights(_weights(growth, layers), what, "growth=12 and depth=100")
+    return layers
+
+
+def _weights(growth: int, layers: int) -> int:
+    """In the convolutions of the three blocks, nearly all that there are."""
+    total, channels = 0, 2 * growth
+    for block in range(3):
+        if block:
+            channels //= 2
+            total += 2 * channels * channels
+        # Of each layer, 1 x 1 from all channels to 4 growth, then 3 x 3 to growth.
+        total += 4 * growth * (layers * channels + growth * layers * (layers - 1) // 2)
+        total += 36 * growth * growth * layers
+        channels += growth * layers
+    return total
 
 
 def _layers_per_block(depth: int) -> int:
