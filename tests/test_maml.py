@@ -18,6 +18,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+import datasets
 from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
@@ -266,6 +267,9 @@ def test_weights_of_steps() -> None:
         (["--tasks", "1000001"], "at most 1000000"),
         (["--iterations", "1" + "0" * 400], "more than"),
         (["--model", "densenet-bc-/../../x"], "densenet-bc-12-100"),
+        (["--model", "densenet-bc-1000-1000"], "weights"),
+        (["--size", "32"], "--dataset folder"),
+        (["--dataset", "folder", "--size", "0"], "from 1 to 1024"),
         (["--inner-lr", "nan"], "above 0"),
         (["--meta-lr-end", "1"], "at most"),
         (["--preset", "papr"], "paper"),
@@ -374,6 +378,27 @@ def test_pictures_must_be_square(
     assert "28 high and 20 wide" in capsys.readouterr().err
 
 
+def test_pictures_of_several_sizes_are_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # real pictures
+    monkeypatch.setenv("INNERLOOP_CACHE", str(tmp_path / "cache"))
+    files = datasets.folder_files(size=20) | {
+        name: content for name, content in datasets.folder_files(size=24).items() if "/1" in name
+    }
+    datasets.write_folder(tmp_path / "pictures", files)
+    own = {"dataset": "folder", "data": str(tmp_path / "pictures"), "way": "3", "query": "1"}
+    assert main(flags(tmp_path / "run", **own)) == 2
+    assert "--size 32" in capsys.readouterr().err
+    assert main(flags(tmp_path / "run", **own, size="12")) == 0
+    kept = from_json(maml.Config, Run(tmp_path / "run").config())
+    assert kept.size == 12
+    for size in (12, 16):  # one is in the cache
+        pixels = maml.loaded(dataclasses.replace(kept, size=size)).train.pixels
+        assert pixels.shape[1:] == (3, size, size)
+    assert main(["maml", "--resume", str(tmp_path / "run"), "--size", "16"]) == 2
+
+
 def test_a_dense_net_of_any_size_is_built() -> None:
     config = maml.configured({"model": "densenet-bc-4-10"}, "quick")
     assert config.filters is None and maml.Training(config).learner.model is not None
@@ -398,6 +423,13 @@ def test_measured_tasks_that_diverge_are_guesses(steps: int) -> None:
     training = maml.Training(config)
     assert training.accuracies(training.splits.val, 4, 0).tolist() == [1 / config.way] * 4
     assert training.learner.diverged == 4
+
+
+def test_tasks_beyond_those_measured_are_not_counted() -> None:
+    """Meta-batches of two: the fourth task is computed, and left out."""
+    training = maml.Training(maml.Config(model="mlp", filters=8, tasks=2, inner_lr=1e30, steps=1))
+    assert len(training.accuracies(training.splits.val, 3, 0)) == 3
+    assert training.learner.diverged == 3
 
 
 def test_a_run_ends_though_test_tasks_diverge(

@@ -77,6 +77,15 @@ def test_what_is_not_finite_stops_and_says_where() -> None:
     assert weight.tolist() == [3.0, 4.0]
 
 
+def test_half_precision_is_blamed_for_what_is_not_finite() -> None:
+    for options, blamed in (({"precision": "fp16"}, True), ({}, False)):
+        weight, step = outer(**options)
+        with pytest.raises(InnerLoopError) as error:
+            step.step((weight * float("nan")).sum(), str)
+        assert ("--precision fp16 is the likely cause" in str(error.value)) is blamed
+        assert ("Write --precision bf16 or float32" in str(error.value)) is blamed
+
+
 def test_a_scaled_loss_gives_the_same_update() -> None:
     weight, step = outer(precision="fp16")
     step.step(weight.square().sum() / 2, str)

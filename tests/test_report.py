@@ -134,8 +134,8 @@ def test_runs_with_other_settings_are_not_averaged(tmp_path):
 
 
 def test_folder_and_device_are_no_settings(tmp_path):
-    make(tmp_path / "a", seed=0, out="a", device="cpu", data="x")
-    make(tmp_path / "b", seed=1, out="b", device="cuda", data=None)
+    make(tmp_path / "a", seed=0, out="a", device="cpu", data="x", keep=2)
+    make(tmp_path / "b", seed=1, out="b", device="cuda", data=None, keep=5)
     found, remarks = means(tmp_path)
     assert next(iter(found.values())).seeds == 2 and not remarks
 
@@ -258,6 +258,28 @@ def change(name, **values):
         (folder / name).write_text(json.dumps(found))
 
     return damage
+
+
+def test_updates_left_out_and_guesses_stand_beside_the_number(tmp_path):
+    change("result.json", skipped=6, diverged=1)(make(tmp_path / "a", 0.5))
+    change("result.json", skipped=0, diverged=0)(make(tmp_path / "b", 0.75, way=20))
+    change("result.json", skipped=1)(make(tmp_path / "c", 0.25, model="resnet-4"))
+    text = report([tmp_path], tmp_path / "page.html")
+    flaws = "left out 6 updates and guessed 1 times at a test task, where adaptation diverged"
+    assert f"Remark: {tmp_path / 'a'} {flaws}" in text
+    assert f"Remark: {tmp_path / 'c'} left out 1 update" in text
+    assert f"Remark: {tmp_path / 'b'}" not in text
+    page = (tmp_path / "page.html").read_text()
+    for shown in (text, page):
+        assert shown.count("50.00*") == 3  # base and best of table 1, and the appendix
+        assert shown.count("25.00*") == 1 and "75.00*" not in shown and "A star" in shown
+    assert f"it {flaws}</summary>" in page
+
+
+@pytest.mark.parametrize("wrong", [-3, "6", True, 1.5, None, 10**20, [1]])
+def test_counts_that_are_none_are_no_flaws(wrong, tmp_path):
+    change("result.json", skipped=wrong, diverged=wrong)(make(tmp_path / "a"))
+    assert not means(tmp_path)[1]
 
 
 def as_folder(name):

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import maml_rl, sine
+from innerloop.experiments._command_line import program
 from innerloop.experiments._experiment import STOPPED, WRONG, carry_out
 from innerloop.experiments._run import Run
 
@@ -166,8 +168,84 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     run = folder_of(tmp_path)
     left = run.folder / ".checkpoint.pt-abcd1234"
     left.touch()
+    drawn = run.folder / ".figures-abcd1234"
+    drawn.mkdir()
+    (drawn / "half.png").touch()
     with run.held():
-        assert not left.exists()
+        assert not left.exists() and not drawn.exists()
+
+
+def test_a_run_that_is_stopped_while_it_draws_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No picture is left torn, and going on draws them."""
+
+    def torn(_: Figure, path: Path, **__: Any) -> None:
+        Path(path).write_bytes(b"half a picture")
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", torn)
+        assert main([*TINY, "--out", str(run)]) == STOPPED
+    assert not (run / "result.json").exists() and not list(run.rglob("*.png"))
+    assert main(["sine", "--resume", str(run)]) == 0
+    assert (run / "fits.png").read_bytes().startswith(b"\x89PNG") and (run / "result.json").exists()
+    assert not list(run.glob(".figures-*"))
+
+
+def test_how_many_checkpoints_to_keep_is_part_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main([*TINY, "--out", str(run), "--keep", "4"]) == 0
+    seen = []
+
+    def noting(*given: Any, **_: Any) -> None:
+        seen.append(given[2].keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("innerloop.experiments._experiment.carry_out", noting)
+        assert main(["sine", "--resume", str(run)]) == STOPPED
+    assert seen == [4]
+    assert main(["sine", "--resume", str(run), "--keep", "3"]) == 0
+    assert Run(run).kept() == 3
+    Run(run).write_json("config.json", Run(run).config() | {"keep": 0})
+    assert main(["sine", "--resume", str(run)]) == WRONG
+    assert "keep = 0" in capsys.readouterr().err
+
+
+def test_a_run_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert main([*TINY, "--out", str(old)]) == 0
+    old.rename(new)
+    (new / "result.json").unlink()
+    (tmp_path / "link").symlink_to(new)
+    for out in (new, tmp_path / "link", tmp_path / "old" / ".." / "new"):
+        assert main(["sine", "--resume", str(new), "--out", str(out)]) == 0
+    assert (new / "result.json").exists() and not old.exists()
+    assert main(["sine", "--resume", str(new), "--out", str(old)]) == WRONG
+    error = capsys.readouterr().err
+    assert f"--out {old} cannot be: it must be {new}" in error
+
+
+def test_the_next_command_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "my tools" / "innerloop"
+    script.parent.mkdir()
+    script.touch(0o755)
+    monkeypatch.setattr("sys.argv", [str(script)])
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f": '{script}' sine --steps 5 --out out/sine-5")
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "innerloop"
+    monkeypatch.setattr("sys.argv", ["innerloop/__main__.py"])
+    assert program() == f"{sys.executable} -m innerloop"
+    (script.parent / "python").symlink_to(sys.executable)
+    monkeypatch.setattr("sys.executable", str(script.parent / "python"))
+    assert program() == "python -m innerloop"
 
 
 def test_torchrun_goes_on_with_its_own_run_only(

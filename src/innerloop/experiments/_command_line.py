@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
+import shlex
+import shutil
+import sys
 import types
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -35,6 +39,21 @@ class Parser(argparse.ArgumentParser):
 def nearest(word: str, known: Collection[str]) -> str | None:
     """What was probably meant."""
     return next(iter(difflib.get_close_matches(word, known, 1)), None)
+
+
+def program() -> str:
+    """How this program was started, in words that can be copied: it need not be on the PATH."""
+    if Path(sys.argv[0]).name == "innerloop":
+        return _callable(sys.argv[0], "innerloop")
+    return _callable(sys.executable, "python") + " -m innerloop"
+
+
+def _callable(path: str, name: str) -> str:
+    """The name, if a shell finds this file by it; otherwise the path."""
+    found = shutil.which(name)
+    # Not what links lead to: those of all virtual environments lead to one Python.
+    same = found is not None and os.path.abspath(found) == os.path.abspath(path)
+    return name if same else shlex.quote(path)
 
 
 def flag(name: str) -> str:

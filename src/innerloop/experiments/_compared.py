@@ -24,7 +24,8 @@ NONE = "-"
 NOTE = (
     "Base: vgg+SGD. Best: of all models and optimizers the one with the highest test accuracy, "
     "chosen on the test tasks as in the paper, which flatters it a little. Differences are in "
-    "percentage points. The spread is the standard deviation over seeds; one seed has none."
+    "percentage points. The spread is the standard deviation over seeds; one seed has none. "
+    "A star: runs of it left out updates or guessed at test tasks, as the remarks say."
 )
 
 
@@ -35,6 +36,12 @@ class Mean(NamedTuple):
     mean: float
     std: float | None
     seeds: int
+    flawed: bool
+    """Whether a run left out updates, or guessed at test tasks."""
+
+    @property
+    def star(self) -> str:
+        return "*" if self.flawed else ""
 
 
 class Table(NamedTuple):
@@ -71,9 +78,11 @@ def _mean(setup: Setup, by_settings: dict[str, dict[int, FoundRun]], remarks: li
             other = next(iter(chosen.values())).folder
             text = f"not in the mean: other settings than {other}"
             remarks.extend(Remark(run.folder, text) for run in seeds.values())
-    values = [100 * run.result.accuracy for run in chosen.values() if run.result is not None]
+    results = [run.result for run in chosen.values() if run.result is not None]
+    values = [100 * result.accuracy for result in results]
     std = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(setup, statistics.fmean(values), std, len(values))
+    flawed = any(result.flaws for result in results)
+    return Mean(setup, statistics.fmean(values), std, len(values), flawed)
 
 
 def table_1(ours: dict[Setup, Mean]) -> Table:
@@ -114,7 +123,7 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
             [
                 *[("" if k < same else name) for k, name in enumerate(names)],
                 *(_two(theirs.mean, theirs.std) if theirs else [NONE, NONE]),
-                *(_two(mean.mean, mean.std) if mean else [NONE, NONE]),
+                *(_two(mean.mean, mean.std, mean.star) if mean else [NONE, NONE]),
                 _seeds(mean),
                 _difference(mean, theirs),
             ]
@@ -140,8 +149,8 @@ def _shared(before: Sequence[object], now: Sequence[object]) -> int:
     return same
 
 
-def _two(mean: float, std: float | None) -> list[str]:
-    return [f"{mean:.2f}", NONE if std is None else f"{std:.2f}"]
+def _two(mean: float, std: float | None, star: str = "") -> list[str]:
+    return [f"{mean:.2f}{star}", NONE if std is None else f"{std:.2f}"]
 
 
 def pair(mean: float, std: float | None) -> str:
@@ -149,7 +158,7 @@ def pair(mean: float, std: float | None) -> str:
 
 
 def _shown(mean: Mean | None) -> str:
-    return NONE if mean is None else pair(mean.mean, mean.std)
+    return NONE if mean is None else pair(mean.mean, mean.std) + mean.star
 
 
 def _seeds(mean: Mean | None) -> str:

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
+from innerloop.experiments._command_line import (
+    Parser,
+    as_json,
+    from_json,
+    parse,
+    program,
+    refuse,
+)
 from innerloop.experiments._ranks import ALONE, Ranks, joined, launch, restarted
 from innerloop.experiments._run import KEPT, RESULT, Run, stoppable, unwritable
 
@@ -168,8 +176,7 @@ def carry_out(
     experiment.records = []
     with contextlib.ExitStack() as stack:
         ranks.told(lambda: stack.enter_context(run.held(new=not resume)))
-        if not resume:
-            ranks.told(lambda: run.start(as_json(config), launch()))
+        ranks.told(run.go_on if resume else lambda: run.start(as_json(config), launch()))
         state = run.load(ranks) if resume else None
         if state is not None:
             experiment._load_whole_state(state)
@@ -180,9 +187,10 @@ def carry_out(
             with _belonging(state is not None):
                 result = experiment.result() | {"seconds": experiment.seconds}
             if ranks.first:
-                run.write_json(RESULT, result)
                 experiment.share(ALONE)  # the others have nothing to do with pictures
-                experiment.draw(run.folder, result)
+                with run.drawing() as folder:
+                    experiment.draw(folder, result)
+                run.write_json(RESULT, result)  # the last file: with it, a run is finished
         except OSError as error:
             raise InnerLoopError(unwritable(run.folder, error)) from error
     return result
@@ -203,21 +211,20 @@ def command(
     parser.add_argument(
         "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
     )
-    parser.add_argument(
-        "--keep", type=int, metavar="N", default=KEPT, help=f"checkpoints to keep ({KEPT})"
-    )
+    parser.add_argument("--keep", type=int, metavar="N", help=f"checkpoints to keep ({KEPT})")
     given = parse(config, argv, parser)
     preset, resume, keep = (given.pop(name) for name in ("preset", "resume", "keep"))
     run: Run | None = None
     try:
-        if keep < 1:
+        if keep is not None and keep < 1:
             refuse("keep", keep, "at least 1")
         if resume is None:
             settings = _placed(configured(given, preset or "quick"))
-            run = Run(settings.out, keep)
+            run = Run(settings.out, keep or KEPT)
         else:
-            run = Run(resume, keep)
-            settings = _resumed(from_json(config, run.config()), given, preset)
+            run = Run(resume)
+            run.keep = keep or run.kept()
+            settings = _resumed(from_json(config, run.config()), given, preset, resume)
         with joined(getattr(settings, "device", "cpu")) as ranks:
             go_on = resume is not None or _goes_on(run, settings, ranks)
             experiment = make(settings)
@@ -234,7 +241,7 @@ def command(
     print(experiment.told(result))
     for path in sorted(run.folder.glob("*.png")):
         print(path)
-    print(next_step)
+    print(next_step.format(innerloop=program()))
     return 0
 
 
@@ -252,7 +259,8 @@ def _goes_on(run: Run, settings: Any, ranks: Ranks) -> bool:
 
 
 def _stopped(name: str, run: Run | None) -> int:
-    more = f" Go on with: innerloop {name} --resume {run.folder}" if run and run.known else ""
+    how = f"{program()} {name} --resume"
+    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.known else ""
     print(f"Stopped.{more}")
     return STOPPED
 
@@ -270,11 +278,17 @@ def absolute(path: str | Path) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def _resumed(config: Any, given: dict[str, Any], preset: str | None) -> Any:
-    """The settings of the run; what is written beside --resume must agree, but for the data."""
+def _resumed(config: Any, given: dict[str, Any], preset: str | None, folder: Path) -> Any:
+    """The settings of the run; what is written beside --resume must agree, but for places.
+
+    The run and its data may have been moved.
+    """
     if preset is not None:
         refuse("preset", preset, "left out with --resume: the run has its settings")
     moved = {"data": absolute(given["data"])} if "data" in given else {}
+    moved["out"] = folder
+    if "out" in given and os.path.realpath(given["out"]) != os.path.realpath(folder):
+        refuse("out", given["out"], f"{folder}, as --resume names it, or left out")
     for name, value in given.items():
         if name not in moved and getattr(config, name) != value:
             refuse(name, value, f"{getattr(config, name)}, as the run was started with")

@@ -165,10 +165,11 @@ class FewShot:
         return sum((w * v for w, v in zip(weights, after, strict=True)), last.new_zeros(()))
 
     @torch.no_grad()
-    def probabilities(self, episode: Episode) -> Tensor:
+    def probabilities(self, episode: Episode, measured: int | None = None) -> Tensor:
         """What the adapted models say of the queries. [tasks, queries, way]
 
-        Of a task that diverges, that all classes are as likely; such tasks are counted.
+        Of a task that diverges, that all classes are as likely; such tasks are counted, among the
+        first so many.
         """
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
@@ -177,10 +178,11 @@ class FewShot:
             said = self._said(own)
         except DivergedError:
             said = torch.cat([self._one_said(own, task) for task in range(len(own.support.y))])
+        said = ranks.assembled(said, total)
         broken = ~said.isfinite().flatten(1).all(1)
         said[broken] = 1 / said.shape[-1]
-        self.diverged += int(ranks.summed(broken.sum()))
-        return ranks.assembled(said, total)
+        self.diverged += int(broken[:measured].sum())
+        return said
 
     def _said(self, episode: Episode) -> Tensor:
         with self.outer.autocast():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from innerloop import data, models
+from innerloop.data.folder import LARGEST
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import check_choice, check_device, check_seed, refuse
 from innerloop.experiments._few_shot import INNER, STRATEGIES, WAYS
@@ -16,7 +16,7 @@ from innerloop.experiments._outer import NONFINITE, PRECISIONS
 
 DATASETS = data.NAMES
 _DENSE = "densenet-bc-"
-_DENSE_OF_ANY_SIZE = re.compile(rf"{_DENSE}\d{{1,4}}-\d{{1,4}}")
+_SCALED = ("folder", "cifar-fs")
 _MOST_FILTERS, _MOST = 4096, 10**6
 
 
@@ -47,6 +47,7 @@ class Config:
     ensemble: Annotated[int, "best epochs whose predictions are averaged at the end"] = 1
     seed: Annotated[int, "the same seed gives the same result"] = 0
     data: Annotated[Path | None, "folder of the dataset (default: INNERLOOP_DATA)"] = None
+    size: Annotated[int | None, "pixels to which pictures of a folder are scaled (none are)"] = None
     out: Annotated[Path, "folder of the run"] = Path("out/maml")
     device: Annotated[str, "where to compute"] = "cpu"
     precision: Annotated[str, f"of the inner loop, one of {', '.join(PRECISIONS)}"] = "float32"
@@ -57,8 +58,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS)
-        if not _DENSE_OF_ANY_SIZE.fullmatch(self.model):  # the model checks growth and depth
-            check_choice("model", self.model, models.NAMES)
+        models.check(self.model)
         check_choice("inner_optim", self.inner_optim, tuple(INNER))
         check_choice("tasks_by", self.tasks_by, tuple(WAYS))
         check_choice("backward", self.backward, tuple(STRATEGIES))
@@ -66,6 +66,10 @@ class Config:
         check_choice("nonfinite", self.nonfinite, NONFINITE)
         if self.filters is not None and not 1 <= self.filters <= _MOST_FILTERS:
             refuse("filters", self.filters, f"from 1 to {_MOST_FILTERS}")
+        if self.size is not None and self.dataset not in _SCALED:
+            refuse("size", self.size, f"left out: it is for --dataset {' and '.join(_SCALED)}")
+        if self.size is not None and not 1 <= self.size <= LARGEST:
+            refuse("size", self.size, f"from 1 to {LARGEST}")
         least = dict.fromkeys(("shot", "query", "steps", "tasks", "iterations"), 1)
         least |= {"way": 2, "epoch": 1, "multi_step_epochs": 0, "first_order_epochs": 0}
         least |= {"val_tasks": 1, "test_tasks": 2, "ensemble": 1}

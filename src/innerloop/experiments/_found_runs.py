@@ -14,8 +14,8 @@ from innerloop.experiments._paper_tables import Setup
 _LARGEST = {"config.json": 1 << 20, "result.json": 1 << 20, "metrics.jsonl": 1 << 28}
 _NEEDED = {"dataset": str, "way": int, "shot": int, "model": str, "inner_optim": str, "seed": int}
 _LEAST = {"way": 1, "shot": 1, "seed": 0}
-# They say where a run was made, not what it computes.
-_PLACES = ("out", "data", "device")
+# They say where a run was made and what it left there, not what it computes.
+_PLACES = ("out", "data", "device", "keep")
 _SPLITS = ("train", "val", "test")
 # With rotated training pictures, as the runs count them.
 _WHOLE = {"omniglot": 4 * 23_000 + 1_000 + 8_460, "mini-imagenet": 60_000}
@@ -39,6 +39,20 @@ class Result(NamedTuple):
     seconds: float | None
     pictures: dict[str, int]
     """How many each split of the data had; empty if the run did not write it down."""
+    skipped: int
+    """Updates that were left out."""
+    diverged: int
+    """Adaptations to test tasks that diverged, so that their predictions are guesses."""
+
+    @property
+    def flaws(self) -> str:
+        """What the accuracy should not be read without, if anything."""
+        said = []
+        if self.skipped:
+            said.append(f"left out {self.skipped} update{'s' * (self.skipped != 1)}")
+        if self.diverged:
+            said.append(f"guessed {self.diverged} times at a test task, where adaptation diverged")
+        return " and ".join(said)
 
 
 class FoundRun(NamedTuple):
@@ -146,6 +160,8 @@ def read_run(folder: Path, remarks: list[Remark]) -> FoundRun | None:
     if 0 < count < whole:
         text = f"has {count} of the {whole} pictures of {config['dataset']}, which the paper had"
         remarks.append(Remark(folder, text))
+    if result is not None and result.flaws:
+        remarks.append(Remark(folder, result.flaws))
     return FoundRun(folder, config, records, result, config["dataset"])
 
 
@@ -183,13 +199,19 @@ def read_result(folder: Path, remarks: list[Remark]) -> Result | None:
         _epochs(found),
         float(seconds) if _is_number(seconds) and seconds >= 0 else None,
         _pictures(found),
+        _count(found.get("skipped")),
+        _count(found.get("diverged")),
     )
 
 
 def _pictures(found: dict[str, Any]) -> dict[str, int]:
     given = found.get("pictures")
     counts = given if isinstance(given, dict) else {}
-    return {name: n for name in _SPLITS if type(n := counts.get(name)) is int and 0 < n < 1e15}
+    return {name: n for name in _SPLITS if (n := _count(counts.get(name)))}
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 < value < 1e15 else 0
 
 
 def _epochs(found: dict[str, Any]) -> list[int]:

@@ -66,11 +66,20 @@ class Outer:
         if self._scaler.is_enabled() and self._scaler.get_scale() < _LEAST_SCALE:
             self._scaler.update(_LEAST_SCALE)
 
+    @property
+    def _advice(self) -> str:
+        if self._dtype is torch.float16:
+            return (
+                "--precision fp16 is the likely cause: its numbers end at 65504, and second "
+                "derivatives in it are often not finite. Write --precision bf16 or float32"
+            )
+        return "Try a smaller --inner-lr or --meta-lr, --clip 10"
+
     def _leave_out(self, blame: Callable[[], str], scaled: bool) -> None:
         if self.nonfinite == "stop" and not scaled:
             raise InnerLoopError(
-                f"The meta-gradient is not finite: {blame()}. Try a smaller --inner-lr or "
-                "--meta-lr, --clip 10, or --nonfinite skip to leave such updates out."
+                f"The meta-gradient is not finite: {blame()}. {self._advice}, or --nonfinite skip "
+                "to leave such updates out."
             )
         self.skipped += 1
 

@@ -87,7 +87,9 @@ def outcome(run: FoundRun) -> str:
         text += f", mean prediction of epochs {', '.join(map(str, result.epochs))}"
     elif result.epochs:
         text += f", from epoch {result.epochs[0]}"
-    return text if result.seconds is None else f"{text}; {result.seconds / 60:.1f} minutes"
+    if result.seconds is not None:
+        text += f"; {result.seconds / 60:.1f} minutes"
+    return f"{text}; it {result.flaws}" if result.flaws else text
 
 
 def _printable(value: Any) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import tempfile
 import zipfile
@@ -29,7 +30,8 @@ CONFIG, METRICS, RESULT, CHECKPOINT = (
 )
 KEPT = 2
 """Checkpoints, the newest included: one may be torn by what made the run stop."""
-_LAUNCH = ".launch"
+_LAUNCH, _FIGURES = ".launch", ".figures-"
+_KEEP = "keep"
 _DIGEST = 32  # bytes of the checksum before a checkpoint
 
 
@@ -56,7 +58,13 @@ class Run:
         """Write down what it is. ``launch`` names what started it, if that can start it again."""
         self.check_new()
         self._replace(_LAUNCH, launch.encode())
-        self.write_json(CONFIG, config)
+        self.write_json(CONFIG, config | {_KEEP: self.keep})
+
+    def go_on(self) -> None:
+        """Write down how many checkpoints are kept from now on."""
+        known = self._written()
+        if known.get(_KEEP) != self.keep:
+            self.write_json(CONFIG, known | {_KEEP: self.keep})
 
     def started_by(self, launch: str, config: dict[str, Any]) -> bool:
         """Whether the run here was started by the same launch, with the same settings.
@@ -94,11 +102,27 @@ class Run:
                 for aside in self.folder.glob(f".{name}-*"):
                     with contextlib.suppress(OSError):  # writing says what is wrong, if need be
                         aside.unlink()
+            for aside in self.folder.glob(f"{_FIGURES}*"):
+                shutil.rmtree(aside, ignore_errors=True)
             yield
         finally:
             os.close(handle)
 
     def config(self) -> dict[str, Any]:
+        """The settings of the experiment."""
+        return {name: value for name, value in self._written().items() if name != _KEEP}
+
+    def kept(self) -> int:
+        """How many checkpoints the run was last told to keep."""
+        found = self._written().get(_KEEP, KEPT)
+        if type(found) is not int or found < 1:
+            raise InnerLoopError(
+                f"{self.folder / CONFIG} has {_KEEP} = {found!r}. Needed is a whole number from 1, "
+                "of checkpoints. Correct it, or write --keep 2."
+            )
+        return found
+
+    def _written(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
             found = json.loads(_content(path).decode())
@@ -113,6 +137,19 @@ class Run:
 
     def write_json(self, name: str, value: Any) -> None:
         self._replace(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[Path]:
+        """A folder for pictures, which are moved into the run's when all are whole."""
+        aside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_FIGURES))
+        try:
+            yield aside
+            for path in aside.iterdir():
+                _sync(path)
+                os.replace(path, self.folder / path.name)
+            _sync(self.folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         """All records so far: after a crash there may be more in the file than was saved."""
@@ -135,7 +172,7 @@ class Run:
             for path in self._checkpoints():
                 if path not in map(self._checkpoint, range(self.keep)):
                     path.unlink()
-            _sync_folder(self.folder)
+            _sync(self.folder)
         except OSError as error:
             raise InnerLoopError(unwritable(current, error)) from error
 
@@ -202,7 +239,7 @@ class Run:
         aside = self._aside(name, data)
         try:
             os.replace(aside, self.folder / name)
-            _sync_folder(self.folder)
+            _sync(self.folder)
         except OSError as error:
             raise InnerLoopError(unwritable(self.folder / name, error)) from error
 
@@ -248,9 +285,9 @@ def _check_nesting(data: bytes) -> None:
                 raise ValueError(f"its objects are nested more than {DEEPEST} deep")
 
 
-def _sync_folder(folder: Path) -> None:
-    """So that a renamed file is there after a loss of power, too."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """So that a file, or what was renamed in a folder, is there after a loss of power, too."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("estimate", __doc__, Config, configured, Comparison, argv, _NEXT)
 
 
-_NEXT = "Next, make the search easier: innerloop estimate --noise 0.2 --out out/estimate-easy"
+_NEXT = "Next, make the search easier: {innerloop} estimate --noise 0.2 --out out/estimate-easy"
 
 
 if __name__ == "__main__":

@@ -205,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("hyperopt", __doc__, Config, configured, Search, argv, _NEXT)
 
 
-_NEXT = "Next, learn which labels are wrong: innerloop hyperopt --what example-weights --out out/w"
+_NEXT = (
+    "Next, learn which labels are wrong: {innerloop} hyperopt --what example-weights --out out/w"
+)
 
 
 if __name__ == "__main__":

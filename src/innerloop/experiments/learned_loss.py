@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _NEXT = (
-    "Next, see what a loss without hints learns: innerloop learned-loss --no-read-step "
+    "Next, see what a loss without hints learns: {innerloop} learned-loss --no-read-step "
     "--no-read-input --out out/plain"
 )
 

@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("learned-optimizer", about, Config, configured, Comparison, argv, _NEXT)
 
 
-_NEXT = "Next, learn a network in the LSTM's place: innerloop learned-optimizer --optimizer mlp"
+_NEXT = "Next, learn a network in the LSTM's place: {innerloop} learned-optimizer --optimizer mlp"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ def _said_of(what: str) -> Iterator[None]:
         raise InnerLoopError(f"{what}. {error}") from error
 
 
+def loaded(config: Config, device: str = "cpu") -> data.Splits:
+    """The pictures of a run."""
+    scaled = {} if config.size is None else {"size": config.size}
+    return data.load(config.dataset, root=config.data, seed=config.seed, device=device, **scaled)
+
+
 class Training(Experiment):
     """One run from its configuration to its result."""
 
@@ -43,14 +49,13 @@ class Training(Experiment):
         """With the data of the settings, or with ``splits`` that were read already."""
         self.config = config
         device = local_device(config.device)
-        if splits is None:
-            splits = data.load(config.dataset, root=config.data, seed=config.seed, device=device)
-        self.splits = splits
+        self.splits = splits = loaded(config, device) if splits is None else splits
         shape = splits.train.pixels.shape
         if shape[-2] != shape[-1]:
             raise InnerLoopError(
                 f"The pictures are {shape[-2]} high and {shape[-1]} wide. Needed are square ones, "
-                "since a model is built for one size. Cut or scale them."
+                "since a model is built for one size. Cut them, or write --size 84 to have the "
+                "pictures of a folder scaled."
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -216,9 +221,9 @@ class Training(Experiment):
         """What the learner says of the same tasks each time, and the labels."""
         sampler = self._sampler(images, min(tasks, self.config.tasks), seed)
         said, labels = [], []
-        while sum(map(len, said)) < tasks:
+        while (left := tasks - sum(map(len, said))) > 0:
             episode = sampler.sample()
-            said.append(self.learner.probabilities(episode))
+            said.append(self.learner.probabilities(episode, left))
             labels.append(episode.query[1])
         return torch.cat(said)[:tasks], torch.cat(labels)[:tasks]
 
@@ -281,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("maml", __doc__, Config, configured, Training, argv, _NEXT)
 
 
-_NEXT = "Next, try another inner optimizer: innerloop maml --inner-optim adam --out out/adam"
+_NEXT = "Next, try another inner optimizer: {innerloop} maml --inner-optim adam --out out/adam"
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("maml-rl", __doc__, Config, configured, Training, argv, _NEXT)
 
 
-_NEXT = "Next, balance poles: innerloop maml-rl --world cartpole --out out/maml-rl-cartpole"
+_NEXT = "Next, balance poles: {innerloop} maml-rl --world cartpole --out out/maml-rl-cartpole"
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _NEXT = (
     "Next, learn more of the optimizer: "
-    "innerloop meta-lr --learn lr,momentum,weight_decay --out out/more"
+    "{innerloop} meta-lr --learn lr,momentum,weight_decay --out out/more"
 )
 
 

@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command("sine", __doc__, Config, configured, Comparison, argv, _NEXT)
 
 
-_NEXT = "Next, learn to adapt in five steps: innerloop sine --steps 5 --out out/sine-5"
+_NEXT = "Next, learn to adapt in five steps: {innerloop} sine --steps 5 --out out/sine-5"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from innerloop.experiments._command_line import (
     check_choice,
     flag,
     parse,
+    program,
     refuse,
 )
 from innerloop.experiments._experiment import STOPPED, absolute
@@ -136,7 +138,7 @@ def _check_possible(each: Sequence[Job]) -> None:
     read: dict[str, data.Splits] = {}
     for config in kinds:
         if config.dataset not in read:
-            read[config.dataset] = data.load(config.dataset, root=config.data, seed=config.seed)
+            read[config.dataset] = maml.loaded(config)
         maml.Training(config, read[config.dataset])
 
 
@@ -235,7 +237,8 @@ def _shown(job: Job) -> str:
     if result is None:
         return ""
     interval = "" if result.interval is None else f" ± {100 * result.interval:.2f}"
-    return f", {100 * result.accuracy:.2f} %{interval}"
+    flaws = f" (it {result.flaws})" if result.flaws else ""
+    return f", {100 * result.accuracy:.2f} %{interval}{flaws}"
 
 
 def _why(job: Job) -> str:
@@ -315,5 +318,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InnerLoopError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"See them with: innerloop report {args['out']}")
+    print(f"See them with: {program()} report {shlex.quote(str(args['out']))}")
     return code
