@@ -360,6 +360,27 @@ def test_multi_step_losses_that_cannot_be() -> None:
         algorithms.multi_step_loss(algorithms.maml(net(), loss), TRAIN, VAL, [0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        (algorithms.first_order_maml, {"first_order": False}),
+        (algorithms.reptile, {"learn": ("init", "lr")}),  # no gradient would reach the rate
+        (algorithms.reptile, {"val_loss": loss}),
+        (algorithms.meta_sgd, {"learn": ("init",)}),
+        (algorithms.imaml, {"backward": il.Remat()}),
+    ],
+)
+def test_what_makes_a_method_is_not_chosen(method, given) -> None:
+    with pytest.raises(InnerLoopError, match=f"{next(iter(given))} to {method.__name__}"):
+        method(net(), loss, **given)
+    with pytest.raises(InnerLoopError, match="learn to maml_plus_plus"):
+        algorithms.maml_plus_plus(net(), loss, steps=2, learn=())
+    with pytest.raises(InnerLoopError, match="learn to cavia"):
+        algorithms.cavia(net(), loss, context=2, learn=())
+    with pytest.raises(InnerLoopError, match="at least one number"):
+        algorithms.cavia(net(), loss, context=0)
+
+
 def test_an_adapted_context_leaves_running_statistics_alone():
     class Normed(nn.Module):
         def __init__(self):

@@ -74,7 +74,7 @@ ALLOWED = {
     "diffopt": CORE | {"_gradient", "fmodel"},
     "eager": CORE | {"fmodel", "diffopt"},
     "compat": CORE | {"fmodel", "diffopt", "eager"},
-    "learned": {"errors", "functional", "_gradient"},
+    "learned": {"errors", "functional", "optim", "_gradient"},
     "data": {"errors"},
     "models": {"errors"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -231,6 +232,67 @@ def test_step_for_step_as_in_the_inner_loop(problem):
     for batch, expected in zip(train, states, strict=True):
         assert_equal(trained(ordinary, optimizer, [batch]), expected.values())
     assert not torch.equal(ordinary[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("way", [None, il.tasks.loop(), il.tasks.vmap()], ids=str)
+def test_an_inner_loop_is_gone_on_with_in_an_ordinary_one(problem, way):
+    """With the memory it had: of a momentum, an LSTM, a number of steps."""
+    model, learned = problem
+    train = batches(6) if way is None else batches(6, 2)
+    inner = il.InnerLoop(model, learned, loss, learn=())
+    early, late = inner.adapt(train[:3], tasks=way), inner.adapt(train, tasks=way)
+    if way is not None:
+        early, late = early.each[1], late.each[1]
+        train = [(x[1], y[1]) for x, y in train]
+    ordinary = net()
+    optimizer = learned.as_torch_optimizer(ordinary.parameters())
+    early.write_to(ordinary, optimizer)
+    assert_equal(trained(ordinary, optimizer, train[3:]), late.params.values())
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert all(not v.requires_grad for own in saved["state"].values() for v in own.values())
+
+
+def test_frozen_weights_need_no_place_in_the_ordinary_loop():
+    model, train = net(), batches(4)
+    model[0].weight.requires_grad_(False)
+    learned = spread_out(LSTMOptimizer(hidden=3))
+    inner = il.InnerLoop(model, learned, loss, learn=())
+    early, late = inner.adapt(train[:2]), inner.adapt(train)
+    optimizer = learned.as_torch_optimizer([p for p in model.parameters() if p.requires_grad])
+    early.write_to(model, optimizer)
+    assert_equal(trained(model, optimizer, train[2:]), late.params.values())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda model: torch.optim.Adam(model.parameters()),
+        lambda model: torch.optim.Adam,
+        lambda model: MLPOptimizer(3).as_torch_optimizer(model.parameters()),
+        lambda model: LSTMOptimizer(5).as_torch_optimizer(model.parameters()),
+        lambda model: LSTMOptimizer(3).as_torch_optimizer(net().parameters()),
+        lambda model: LSTMOptimizer(3).as_torch_optimizer(model[0].parameters()),
+    ],
+    ids=["torch", "class", "kind", "size", "model", "part"],
+)
+def test_a_memory_is_handed_over_to_its_own_kind_only(other):
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    adapted = il.InnerLoop(model, LSTMOptimizer(3), loss, learn=()).adapt(batches(2))
+    optimizer = other(model)
+    with pytest.raises(InnerLoopError, match=r"state of LSTMOptimizer .* as_torch_optimizer"):
+        adapted.write_to(model, optimizer)
+    assert isinstance(optimizer, type) or not optimizer.state
+    assert_equal(model.state_dict().values(), before.values())
+
+
+def test_an_inner_loop_wants_what_is_learned_itself():
+    model = net()
+    optimizer = LSTMOptimizer(3).as_torch_optimizer(model.parameters())
+    with pytest.raises(InnerLoopError, match=r"InnerLoop\(model, learned, loss\)"):
+        il.InnerLoop(model, optimizer, loss)
+    with pytest.raises(InnerLoopError, match=r"InnerLoop\(model, learned, loss\)"):
+        il.get_diff_optim(optimizer, list(model.parameters()))
 
 
 def test_saved_and_loaded(problem):
@@ -504,6 +566,9 @@ def test_wrong_sizes_are_refused():
     for arguments in ((0,), (5, 0), (5, 2, 0.0)):
         with pytest.raises(InnerLoopError, match="LSTMOptimizer"):
             LSTMOptimizer(*arguments)
+    for arguments in ((0,), (4, (1.0,)), (4, (0.9, -0.1))):
+        with pytest.raises(InnerLoopError, match="MLPOptimizer"):
+            MLPOptimizer(*arguments)
     with pytest.raises(InnerLoopError, match="at least one step"):
         LSLR(net(), steps=0)
 
@@ -562,6 +627,57 @@ def test_settings_are_saved_with_what_was_learned(one, other):
 def test_rates_of_another_model_are_refused():
     with pytest.raises(InnerLoopError, match="names and shapes"):
         MetaSGD(nn.Linear(4, 2)).load_state_dict(MetaSGD(nn.Linear(1, 5)).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), list(itertools.permutations(("lstm", "mlp", "meta-sgd", "lslr"), 2))
+)
+def test_what_another_kind_has_learned_is_refused(one, other):
+    model = net()
+    first, second = (KINDS[kind](model) for kind in (one, other))
+    # Rates of two kinds differ in their shape, which torch says.
+    with pytest.raises((InnerLoopError, RuntimeError), match=r"each kind|size mismatch"):
+        first.load_state_dict(second.state_dict())
+
+
+class Wrong(LearnedOptimizer):
+    def __init__(self, memory, change):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.1))
+        self.made, self.done = memory, change
+
+    def memory(self, count):
+        return self.made(count)
+
+    def change(self, at, memory):
+        return self.done(at, memory)
+
+
+@pytest.mark.parametrize(
+    "memory, change",
+    [
+        (lambda n: {"mean": torch.zeros(3)}, lambda at, memory: (at.grad, memory)),
+        (lambda n: {"mean": torch.zeros(())}, lambda at, memory: (at.grad, memory)),
+        (lambda n: {"step": torch.zeros(n)}, lambda at, memory: (at.grad, memory)),
+        (lambda n: {}, lambda at, memory: at.grad),
+        (lambda n: {}, lambda at, memory: (at.grad.mean(), memory)),
+    ],
+)
+def test_mistakes_in_an_optimizer_of_ones_own(memory, change):
+    model, learned = net(), Wrong(memory, change)
+    with pytest.raises(InnerLoopError, match="coordinate"):
+        il.InnerLoop(model, learned, loss, learn=())(batches(1), batches(1)[0])
+    optimizer = learned.as_torch_optimizer(model.parameters())
+    loss(model, batches(1)[0]).backward()
+    with pytest.raises(InnerLoopError, match="coordinate"):
+        optimizer.step()
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    learned = Wrong(lambda n: {}, lambda at, memory: (at.grad, memory))
+    del learned.rate
+    with pytest.raises(InnerLoopError, match="no parameters"):
+        il.InnerLoop(net(), learned, loss)(batches(1), batches(1)[0])
 
 
 def test_what_does_not_fit_leaves_the_optimizer_as_it_was():

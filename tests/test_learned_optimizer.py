@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 
 from commands import flags_of, read, untimed
 from innerloop.__main__ import main
-from innerloop.experiments import _tuned, learned_optimizer
+from innerloop.experiments import _learned_optimizer_figures, _tuned, learned_optimizer
 from innerloop.experiments._meta_trained import MetaTraining
 from innerloop.experiments._optimizees import FAMILIES, Digits, Quadratics
 from innerloop.experiments._tuned import best_rates, curves, measured
@@ -231,3 +232,15 @@ def test_an_episode_that_diverges_changes_nothing(monkeypatch: pytest.MonkeyPatc
         p.data.fill_(1e30)
     batches = training.family.draw(training.generator, 2, 6, unseen=True)
     assert training.curves(batches).shape == (2, 6)
+
+
+def test_a_comparison_that_diverged_in_one_seed_is_drawn() -> None:
+    config = learned_optimizer.Config(problem="quadratics", seeds=2, horizon=2, window=2, longer=2)
+    curves = [{"lstm": [1.0, loss, loss], "adam": [1.0, 0.5, 0.2]} for loss in (math.inf, 0.5)]
+    result = {
+        "cells": [{"problem": "quadratics", "curves": one} for one in curves],
+        "rates": {"quadratics": {"adam": {"2": {"mean": 0.1}}}},
+    }
+    figure = _learned_optimizer_figures.curves(config, "quadratics", result)
+    figure.savefig(io.BytesIO())
+    assert len(figure.axes[0].lines) == 3

@@ -51,6 +51,23 @@ def test_a_run_writes_all_it_should(world, tmp_path, capsys):
     assert f"{returns[1, 3]:.2f} ±" in said
 
 
+def test_without_an_inner_loop_the_mean_return_is_trained_for():
+    """And rates stay as they are: nothing is adapted while it is trained."""
+    config = maml_rl.configured({"steps": 0, "tasks": 3, "episodes": 4, "horizon": 5}, "quick")
+    learner = maml_rl.Learner(config, 0)
+    generator = torch.Generator().manual_seed(0)
+    tasks = learner.world.tasks(3, generator)
+    (val,) = learner.batches(tasks, 1, generator)
+    each = [learner.loss(learner.policy, one(val, t))[0] for t in range(3)]
+    expected = torch.autograd.grad(torch.stack(each).mean(), list(learner.policy.parameters()))
+    learner.generator.manual_seed(0)
+    before = learner.inner.hyper["lr"].clone()
+    learner.update()
+    found = [p.grad for p in learner.policy.parameters()]
+    torch.testing.assert_close(found, list(expected))
+    assert torch.equal(learner.inner.hyper["lr"], before)
+
+
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
     """In the middle of a seed, and between two."""
     assert main(flags(tmp_path / "whole")) == 0

@@ -178,6 +178,13 @@ def test_what_comes_after_the_end_does_not_count():
     pairs = zip(derivatives(short, start, 2), derivatives(long, start, 2), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs)
+    assert torch.equal(long(start), dice(start, rewards, discount=0.9, alive=alive.float()))
+
+
+def test_a_policy_has_a_spread():
+    for std in (0.0, -1.0, float("nan")):
+        with pytest.raises(InnerLoopError, match="above 0"):
+            policies.Gaussian(2, 1, std=std)
 
 
 def test_unlike_shapes_are_refused():

@@ -1,5 +1,6 @@
 """Truncation is a detached state: by hand, with every strategy inside, and from call to call."""
 
+import io
 import weakref
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import innerloop as il
 from inner_problems import LearnedLoss, Training, squares, training
+from innerloop.learned import LSTMOptimizer
 from problems import Net
 from strategies import assert_same
 
@@ -249,6 +251,46 @@ def test_restart_forgets_what_was_carried() -> None:
     inner(train[:2], val)
     inner.restart()
     assert torch.equal(inner(train[:2], val), first)
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["one", "tasks"])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "learned"])
+def test_a_run_that_is_saved_half_way_goes_on(kind: str, tasks: bool) -> None:
+    """From a file, in a loop that never took the first steps."""
+    model = nn.Linear(2, 1)
+    make: dict[str, Any] = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(model.parameters(), lr=0.1),
+        "learned": lambda: LSTMOptimizer(hidden=3),
+    }
+
+    def loop() -> il.InnerLoop:
+        learn = () if kind == "learned" else ("lr",)
+        carried = il.Truncated(2, carry=True)
+        return il.InnerLoop(model, make[kind](), distance, learn, carried, tasks=tasks)
+
+    def distance(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - 1).square().mean()
+
+    x = torch.randn(*([3] if tasks else []), 5, 2)
+    inner, other = loop(), loop()
+    inner([x] * 2, x)
+    file = io.BytesIO()
+    torch.save(inner.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other([x] * 2, x), inner([x] * 2, x))
+    # And what was saved at the beginning begins.
+    fresh = loop()
+    fresh.load_state_dict(inner.state_dict())
+    other.load_state_dict({k: v for k, v in inner.state_dict().items() if k != "_carried"})
+    fresh.restart()
+    expected = fresh([x] * 2, x)
+    assert torch.equal(other([x] * 2, x), expected)
+    # A loop that carries nothing starts anew.
+    other.backward = il.Tape()
+    other.load_state_dict(inner.state_dict())
+    assert torch.equal(other([x] * 2, x), expected)
 
 
 def test_a_carried_state_has_no_history() -> None:

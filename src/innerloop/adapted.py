@@ -13,7 +13,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.functional import Template, functional
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim._from_torch import family_of
-from innerloop.state import State, buffers_of
+from innerloop.state import State, buffers_of, differentiable
 from innerloop.tasks._axis import count
 
 
@@ -31,7 +31,7 @@ class Adapted:
         self._loss = loss
         self.module: nn.Module = template.bind(state.params, buffers_of("", state.buffers))
         """The model with the final weights, as a module."""
-        self._rule = rule
+        self._rule, self._trained = rule, template.trained
         self._outs = outs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,13 +85,25 @@ class Adapted:
         _check_alike(targets, self.state.params)
         _check_alike(buffers, self.buffers)
         if optimizer is not None:
-            self._check_optimizer(optimizer, targets)
-            self._rule.write_to(optimizer, self.state.opt)
+            self._write_state(optimizer, targets)
         with torch.no_grad():
             for name, value in self.state.params.items():
                 targets[name].copy_(value)
             for name, value in self.buffers.items():
                 buffers[name].copy_(value)
+
+    def _write_state(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:
+        hand_over = getattr(self._rule, "hand_over", None)  # that of a learned optimizer
+        if hand_over is not None:
+            moving = {
+                name: targets[name]
+                for name, p in self.state.params.items()
+                if self._trained.get(name, True) and differentiable(p)
+            }
+            hand_over(self.state.opt, moving, optimizer)
+        else:
+            self._check_optimizer(optimizer, targets)
+            self._rule.write_to(optimizer, self.state.opt)
 
     def _check_optimizer(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:
         own, kind = self._rule, type(optimizer)

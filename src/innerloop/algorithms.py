@@ -36,6 +36,7 @@ def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> Inner
 
 def first_order_maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
     """MAML that takes inner gradients as constants: no second derivatives (Finn et al. 2017)."""
+    _check_free("first_order_maml", options, "first_order")
     return maml(model, loss, lr, first_order=True, **options)
 
 
@@ -46,6 +47,7 @@ def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> In
     weights to the adapted ones, taken as fixed, so the gradient is θ₀ - θ_J. With the outer
     optimizer ``torch.optim.SGD(inner.parameters(), lr=ε)`` the update is θ₀ + ε (θ_J - θ₀).
     """
+    _check_free("reptile", options, "first_order", "val_loss", "learn")
     return maml(model, loss, lr, first_order=True, val_loss=_Distance(model), **options)
 
 
@@ -77,6 +79,7 @@ def anil(
 
 def meta_sgd(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
     """MAML with a learned rate, of any sign, for every number of the weights (Li et al. 2017)."""
+    _check_free("meta_sgd", options, "learn")
     return maml(model, loss, lr, learn={"init": True, "lr": Learn(per="element")}, **options)
 
 
@@ -89,6 +92,7 @@ def maml_plus_plus(
     (``inner.first_order = True`` until they have done their work), and a cosine schedule of the
     outer optimizer.
     """
+    _check_free("maml_plus_plus", options, "learn")
     rates = Learn(per=("parameter", "step"), steps=steps)
     return maml(model, loss, lr, learn={"init": True, "lr": rates}, **options)
 
@@ -157,6 +161,7 @@ def imaml(
     linear system, by default as many as it takes; a warning says that training has not converged
     to ``stationary``.
     """
+    _check_free("imaml", options, "backward")
     implicit = Implicit(proximal=proximal, iterations=iterations, stationary=stationary)
     return maml(model, loss, lr, backward=implicit, **options)
 
@@ -169,6 +174,16 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     ``inner.parameters()`` are its weights. ``loss(f, batch)`` calls ``f(x)``, the model with its
     context, and so is the adapted model called.
     """
+    _check_free("cavia", options, "learn")
+    if context < 1:
+        raise InnerLoopError(
+            four_part(
+                f"You wrote cavia(..., context={context}).",
+                "at least one number.",
+                "the context is all that adapts.",
+                "cavia(model, loss, context=5).",
+            )
+        )
     start = _Context(context, model)
     optimizer = _sgd(start.parameters(), lr)
     if "val_loss" in options:
@@ -221,3 +236,17 @@ def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
 
 def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(params, lr=lr)
+
+
+def _check_free(method: str, options: dict[str, Any], *chosen: str) -> None:
+    """Refuse what a method decides by itself."""
+    given = [name for name in chosen if name in options]
+    if given:
+        raise InnerLoopError(
+            four_part(
+                f"You gave {given[0]} to {method}.",
+                f"other keywords of InnerLoop than {', '.join(chosen)}.",
+                "it is what makes the method.",
+                "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
+            )
+        )

@@ -47,7 +47,7 @@ from innerloop.unroll import as_batches, check_strategy
 _ALONE = -1  # the number of a run that is not one of several tasks
 
 
-_BASE = "_base"
+_BASE, _CARRIED = "_base", "_carried"
 
 
 class InnerLoop(nn.Module):
@@ -590,9 +590,20 @@ class InnerLoop(nn.Module):
         if isinstance(self.schedule, LRScheduler) and self._base != self._first_base:
             # What the learned settings are measured by since they were written to the optimizer.
             destination[prefix + _BASE] = [dict(group) for group in self._base]
+        if self._carried is not None:
+            destination[prefix + _CARRIED] = dict(self._carried)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # type: ignore[override]
         base = state_dict.pop(prefix + _BASE, None)
+        carried = state_dict.pop(prefix + _CARRIED, None)
+        device = next((p.device for p in self.model.parameters()), None)
+
+        def here(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        # A loop that starts anew at each call has no use for a run under way.
+        goes_on = isinstance(self.backward, Truncated) and self.backward.carry
+        self._carried = _tree.map(here, carried) if goes_on else None
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._base = self._first_base if base is None else [dict(group) for group in base]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from innerloop import _tree
@@ -22,6 +23,10 @@ class State(NamedTuple):
     """The optimizer's state, as ``rule.init(params)`` makes it; ``None`` before the first step."""
     time: int = 0
     """How many steps led here."""
+
+
+# A run that is saved half-way can be read with weights_only=True.
+torch.serialization.add_safe_globals([State])
 
 
 class Meta(NamedTuple):

@@ -110,11 +110,7 @@ class evolution:
         self._sum, self._states = None, [None] * self.samples
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next call depends on.
-
-        In a persistent run it holds the samples' states, made of :class:`innerloop.State`, which
-        ``torch.load`` reads with ``weights_only=False``.
-        """
+        """What the next call depends on; in a persistent run the samples' states too."""
         random = self._generator.get_state()
         return {"generator": random, "sum": self._sum, "states": list(self._states)}
 

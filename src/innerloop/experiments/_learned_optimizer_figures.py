@@ -31,7 +31,8 @@ def curves(config: Any, problem: str, result: dict[str, Any]) -> Figure:
     for kind in cells[0]["curves"]:
         # [seeds, steps]
         found = numpy.array([c["curves"][kind] for c in cells])
-        mean, spread, steps = found.mean(0), found.std(0), range(found.shape[1])
+        with numpy.errstate(invalid="ignore"):  # runs that diverged have infinite losses
+            mean, spread, steps = found.mean(0), found.std(0), range(found.shape[1])
         colour, width = _COLOURS.get(kind, "C0"), 1.4 if kind in _COLOURS else 2.2
         label = _NAMES[kind]
         if kind in _COLOURS:

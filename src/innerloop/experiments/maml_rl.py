@@ -40,7 +40,7 @@ class Config:
     tasks: Annotated[int, "tasks in a meta-batch"] = 20
     episodes: Annotated[int, "episodes for each gradient"] = 20
     horizon: Annotated[int, "actions in an episode"] = 20
-    steps: Annotated[int, "inner steps in meta-training"] = 1
+    steps: Annotated[int, "inner steps in meta-training; 0 trains for all tasks at once"] = 1
     hidden: Annotated[int, "width of the policy's net"] = 64
     inner_lr: Annotated[float, "inner learning rate, before it is learned"] = 0.05
     meta_lr: Annotated[float, "learning rate of the outer Adam"] = 3e-3
@@ -52,8 +52,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("world", self.world, tuple(WORLDS))
-        least = dict.fromkeys(("seeds", "iterations", "tasks", "horizon", "steps", "hidden"), 1)
-        least |= {"seed": 0, "episodes": 2, "test_tasks": 2, "test_episodes": 1}
+        least = dict.fromkeys(("seeds", "iterations", "tasks", "horizon", "hidden"), 1)
+        least |= {"seed": 0, "steps": 0, "episodes": 2, "test_tasks": 2, "test_episodes": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
@@ -143,7 +143,7 @@ class Learner(Part):
         self.earned.append(-loss / self.world.scale)
         if unit + 1 == c.iterations:
             records.append(self._record())
-        return {"seed": str(self.seed), "after a step": f"{self.earned[-1]:.2f}"}
+        return {"seed": str(self.seed), f"after {c.steps} steps": f"{self.earned[-1]:.2f}"}
 
     def _record(self) -> dict[str, Any]:
         returns = self.returns()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned._coordinates import (
     STEP,
     Coordinates,
@@ -73,12 +74,44 @@ class LearnedOptimizer(nn.Module, abc.ABC):
         """
         return TorchOptimizer(self, params, lr)
 
+    def hand_over(self, state: Memory, params: Mapping[str, Tensor], optimizer: Any) -> None:
+        """Let an optimizer of :meth:`as_torch_optimizer` go on with the state of an inner loop.
+
+        ``adapted.write_to(model, optimizer)`` calls it, after which the next step of the optimizer
+        is the next step of the loop. ``params`` are the weights that the loop moved, by name.
+        """
+        parts = parted(state, [p.numel() for p in params.values()])
+        own = isinstance(optimizer, TorchOptimizer) and type(optimizer.learned) is type(self)
+        groups = optimizer.param_groups if own else []
+        held = {id(p) for group in groups for p in group["params"]}
+        pairs = list(zip(params.values(), parts, strict=True))
+        if not all(
+            id(p) in held and _shapes(optimizer.learned.begun(p)) == _shapes(part)
+            for p, part in pairs
+        ):
+            raise InnerLoopError(_not_its_own(self, optimizer))
+        for p, part in pairs:
+            memory = {name: m.detach().to(p.device, copy=True) for name, m in part.items()}
+            optimizer.state[p] = memory
+
     def get_extra_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.settings}
 
     def set_extra_state(self, state: Any) -> None:
+        self._check_kind(state, self.settings)
         for name in self.settings:
             setattr(self, name, state[name])
+
+    def _check_kind(self, state: Any, settings: Sequence[str]) -> None:
+        if set(state) != set(settings):
+            raise InnerLoopError(
+                four_part(
+                    f"You loaded a state with {sorted(state)} into {type(self).__name__}.",
+                    f"one with {sorted(settings)}.",
+                    "each kind of optimizer learns something else.",
+                    "load_state_dict of an optimizer of the kind that was saved.",
+                )
+            )
 
     # What an inner loop asks for. ---------------------------------------------------------------
 
@@ -117,6 +150,17 @@ class LearnedOptimizer(nn.Module, abc.ABC):
     def begun(self, param: Tensor) -> Memory:
         """The state of one tensor before its first update."""
         memory = {name: m.to(param.device) for name, m in self.memory(param.numel()).items()}
+        for name, m in memory.items():
+            if m.shape[:1] != (param.numel(),) or name == STEP:
+                raise InnerLoopError(
+                    four_part(
+                        f"The memory of {param.numel()} coordinates has {name!r} of shape "
+                        f"{tuple(m.shape)}.",
+                        f"[{param.numel()}, ...], under any name but {STEP!r}.",
+                        "each coordinate has its own; steps are counted already.",
+                        "def memory(self, count): return {'mean': torch.zeros(count)}.",
+                    )
+                )
         return {STEP: torch.zeros((), dtype=torch.int64, device=param.device), **memory}
 
     def changes(
@@ -132,7 +176,10 @@ class LearnedOptimizer(nn.Module, abc.ABC):
         sizes = tuple(p.numel() for p in params)
         dtype = self.dtype
         at = Coordinates(tuple(names), sizes, vector(params, dtype), vector(grads, dtype), step)
-        change, memory = self.change(at, memory)
+        found: Any = self.change(at, memory)
+        if type(found) is not tuple or len(found) != 2 or found[0].shape != at.weight.shape:
+            raise InnerLoopError(_no_change(self, found, at))
+        change, memory = found
         return shaped(change, params), {STEP: step + 1, **memory}
 
     def names_of(self, group: dict[str, Any], first: int) -> list[str]:
@@ -143,4 +190,42 @@ class LearnedOptimizer(nn.Module, abc.ABC):
     @property
     def dtype(self) -> torch.dtype:
         """In which precision it computes and remembers."""
-        return next(self.parameters()).dtype
+        first = next(self.parameters(), None)
+        if first is None:
+            raise InnerLoopError(
+                four_part(
+                    f"Your {type(self).__name__} has no parameters.",
+                    "at least one.",
+                    "it computes in their precision, and they are what is learned.",
+                    "self.rate = torch.nn.Parameter(torch.tensor(0.1)).",
+                )
+            )
+        return first.dtype
+
+
+def _shapes(state: Memory) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in state.items()}
+
+
+def _not_its_own(learned: LearnedOptimizer, optimizer: Any) -> str:
+    shown = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    return four_part(
+        f"You wrote the state of {type(learned).__name__} to {shown}.",
+        "one made by as_torch_optimizer of it, over all weights that were trained of the model "
+        "that is written to.",
+        "each kind remembers other things, by weight.",
+        "optimizer = learned.as_torch_optimizer(model.parameters()), and "
+        "adapted.write_to(model, optimizer).",
+    )
+
+
+def _no_change(learned: LearnedOptimizer, found: Any, at: Coordinates) -> str:
+    first = found[0] if isinstance(found, tuple) and found else found
+    shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
+    return four_part(
+        f"{type(learned).__name__}.change returned a {type(found).__name__}, first a "
+        f"{type(first).__name__}{shape}.",
+        f"a change of shape {tuple(at.weight.shape)}, and the new memory.",
+        "every coordinate is moved by a number of its own.",
+        "return -self.rate * at.grad, memory.",
+    )

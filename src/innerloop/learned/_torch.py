@@ -12,17 +12,25 @@ from torch import Tensor
 from innerloop._gradient import full_precision
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned._coordinates import check_tensors, parted, together
+from innerloop.optim._from_torch import NoRule
 
 _LEARNED = "learned"
 
 
-class TorchOptimizer(torch.optim.Optimizer):
+class TorchOptimizer(NoRule):
     """A ``torch.optim.Optimizer`` that moves weights as a learned optimizer does in an inner loop.
 
     Made by :meth:`LearnedOptimizer.as_torch_optimizer`. It has a copy of what was learned, so
     meta-training may go on meanwhile; the copy is part of ``state_dict``, which is all that a
     later session needs to go on. Parameters without a gradient are left as they are.
     """
+
+    refusal = four_part(
+        "You gave an optimizer made by as_torch_optimizer to an inner loop.",
+        "the learned optimizer that it was made of.",
+        "what was learned is a copy here, and fixed; in an inner loop it is a meta-parameter.",
+        "InnerLoop(model, learned, loss), whose memory is empty at first.",
+    )
 
     def __init__(self, learned: Any, params: Any, lr: float = 1.0) -> None:
         self.learned = copy.deepcopy(learned).requires_grad_(False)

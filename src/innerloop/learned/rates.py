@@ -35,6 +35,7 @@ class _OfOneModel(LearnedOptimizer):
         return {"shapes": {name: list(shape) for name, shape in self.shapes.items()}}
 
     def set_extra_state(self, state: Any) -> None:
+        self._check_kind(state, ("shapes",))
         self._check_known({name: tuple(shape) for name, shape in state["shapes"].items()})
 
     def memory(self, count: int) -> Memory:

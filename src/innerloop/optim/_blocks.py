@@ -30,6 +30,8 @@ class Block(NamedTuple):
     slots: Slots
 
 
+torch.serialization.add_safe_globals([Members, Block])  # read with weights_only=True
+
 OptState = tuple[Block, ...]
 
 

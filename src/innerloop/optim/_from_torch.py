@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,20 @@ from innerloop.optim._family import Family, Slots
 from innerloop.optim._rule import Rule
 
 
+class NoRule(torch.optim.Optimizer):
+    """An optimizer that no inner loop takes as it is."""
+
+    refusal: ClassVar[str]
+    """What to write instead, and why."""
+
+
 def family_of(kind: type[torch.optim.Optimizer], families: Mapping[type, Family]) -> Family:
     """The family of an optimizer class: its own, or the one whose ``step`` it inherits."""
     for base in kind.__mro__:
         if base in families and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
             return families[base]
+    if issubclass(kind, NoRule):
+        raise InnerLoopError(kind.refusal)
     if issubclass(kind, torch.optim.SparseAdam):
         raise InnerLoopError(
             four_part(

@@ -53,6 +53,7 @@ def dice(
     _check(log_probs, rewards, baseline, alive)
     rewards = rewards.detach()
     if alive is not None:
+        alive = alive.bool()
         log_probs = torch.where(alive, log_probs, 0.0)
         rewards = torch.where(alive, rewards, 0.0)
     time = torch.arange(rewards.shape[-1], device=rewards.device)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from innerloop.errors import InnerLoopError, four_part
+
 
 class Gaussian(nn.Module):
     """Actions in Rⁿ: a net gives the mean, and a learned vector the standard deviations.
@@ -28,6 +30,15 @@ class Gaussian(nn.Module):
         self, observations: int, actions: int, hidden: Sequence[int] = (64, 64), std: float = 1.0
     ) -> None:
         super().__init__()
+        if not 0 < std < math.inf:
+            raise InnerLoopError(
+                four_part(
+                    f"You wrote Gaussian(..., std={std}).",
+                    "a number above 0.",
+                    "the score of an action is in units of it.",
+                    "Gaussian(observations, actions, std=1.0).",
+                )
+            )
         self.size = actions
         self.net = _net(observations, hidden, actions)
         self.log_std = nn.Parameter(torch.full((actions,), math.log(std)))
