@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import Parser, as_json, from_json, parse, refuse
+from innerloop.experiments._command_line import Parser, as_json, flag, from_json, parse, refuse
 from innerloop.experiments._ranks import ALONE, Ranks, joined, launch, restarted
 from innerloop.experiments._run import KEPT, RESULT, Run, stoppable, unwritable
 
@@ -52,6 +52,11 @@ class Experiment(abc.ABC):
     @abc.abstractmethod
     def share(self, ranks: Ranks) -> None:
         """Divide the work over the processes that ``torchrun`` started."""
+
+    @property
+    def source(self) -> str:
+        """Which data it is about: a run is not gone on with on other data, nor shared over it."""
+        return ""
 
     @property
     def has_news(self) -> bool:
@@ -165,6 +170,7 @@ def carry_out(
     from innerloop.experiments._progress import Bar
 
     experiment.share(ranks)
+    ranks.agree("data", {"pictures or numbers": experiment.source})
     experiment.records = []
     with contextlib.ExitStack() as stack:
         ranks.told(lambda: stack.enter_context(run.held(new=not resume)))
@@ -219,6 +225,7 @@ def command(
             run = Run(resume, keep)
             settings = _resumed(from_json(config, run.config()), given, preset)
         with joined(getattr(settings, "device", "cpu")) as ranks:
+            ranks.agree("settings", _shared(settings))
             go_on = resume is not None or _goes_on(run, settings, ranks)
             experiment = make(settings)
             result = carry_out(experiment, settings, run, resume=go_on, ranks=ranks)
@@ -236,6 +243,12 @@ def command(
         print(path)
     print(next_step)
     return 0
+
+
+def _shared(settings: Any) -> dict[str, Any]:
+    """The settings that all processes must have; folders may have other names elsewhere."""
+    found = {flag(name): value for name, value in as_json(settings).items()}
+    return {name: value for name, value in found.items() if name not in ("--out", "--data")}
 
 
 def _goes_on(run: Run, settings: Any, ranks: Ranks) -> bool:
