@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import hostile
+
 # The same examples on every run and machine; no time limit per example, since a first call into
 # torch is slow and two workers share two cores.
 settings.register_profile("innerloop", derandomize=True, deadline=None)
@@ -28,3 +30,8 @@ def float64_and_seed():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if hostile.TRIED:
+        terminalreporter.write_line(hostile.told())

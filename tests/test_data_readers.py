@@ -16,6 +16,7 @@ from PIL import Image
 
 import datasets
 from datasets import REAL, needs_real
+from hostile import TIMES, TRIED
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
 from innerloop.data._archive import ENDINGS
@@ -498,7 +499,7 @@ def test_missing_data(tmp_path, read, monkeypatch):
 # Mutated archives: a clear error, or (where the change hit nothing that matters) the data.
 
 FUZZ = settings(
-    max_examples=150,
+    max_examples=150 * TIMES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MUTATIONS = st.lists(
@@ -525,6 +526,7 @@ def mutated(content: bytes, mutations) -> bytes:
 
 
 def survives(read, path, content):
+    TRIED["mutated archives"] += 1
     path.write_bytes(content)
     try:
         read(path.parent)

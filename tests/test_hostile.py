@@ -1,6 +1,7 @@
 """Files and flags from anywhere end in a clear error or a right result, in nothing else.
 
-``INNERLOOP_FUZZ=20 pytest -n 0 tests/test_hostile.py`` tries 20 times as many, and says so.
+``INNERLOOP_FUZZ=20 pytest tests/test_hostile.py tests/test_data_readers.py`` tries 20 times as
+many, and says how many (in one process: without ``-n``).
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +24,61 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datasets import cifar_files, folder_files, mini_imagenet_files, write_tar, write_zip
+from hostile import TIMES, TRIED
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml
+from innerloop.experiments import (
+    estimate,
+    hyperopt,
+    learned_loss,
+    learned_optimizer,
+    maml,
+    maml_rl,
+    meta_lr,
+    sine,
+)
 from innerloop.experiments._command_line import as_json, from_json
 from innerloop.experiments._run import Run
 
 NAMES = [field.name for field in dataclasses.fields(maml.Config)]
+KINDS: list[type] = [
+    module.Config
+    for module in (
+        estimate,
+        hyperopt,
+        learned_loss,
+        learned_optimizer,
+        maml,
+        maml_rl,
+        meta_lr,
+        sine,
+    )
+]
 NUMBERS = st.integers(-3, 3) | st.integers() | st.floats()
 VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=12) | st.lists(st.integers())
-TIMES = int(os.environ.get("INNERLOOP_FUZZ", "1"))
 CASES = settings(
     max_examples=400 * TIMES,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-TRIED: Counter[str] = Counter()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def told(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    each = ", ".join(f"{count} {what}" for what, count in TRIED.items())
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n{TRIED.total()} hostile inputs: {each}")
+def changes(kind: type) -> st.SearchStrategy[tuple[type, dict[str, Any]]]:
+    """Settings of an experiment, of which some are anything."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    changed = st.dictionaries(st.sampled_from(names) | st.text(max_size=8), VALUES, max_size=4)
+    return st.tuples(st.just(kind), changed)
 
 
 @CASES
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), VALUES, max_size=4))
-def test_configurations(changed: dict[str, Any]) -> None:
+@given(st.sampled_from(KINDS).flatmap(changes))
+def test_configurations(case: tuple[type, dict[str, Any]]) -> None:
     TRIED["configurations"] += 1
+    kind, changed = case
+    whole = as_json(kind()) | changed
     with contextlib.suppress(InnerLoopError):
-        config = from_json(maml.Config, as_json(maml.Config()) | changed)
-        assert as_json(config) == as_json(maml.Config()) | changed
+        assert as_json(from_json(kind, whole)) == whole
 
 
 @CASES

@@ -30,26 +30,52 @@ STRATEGIES = {
     "binomial": il.Binomial(2),
     "forward": il.Forward(),
     "truncated": il.Truncated(2),
+    "implicit": il.Implicit(),
     "auto": il.Auto(),
 }
-WAYS: dict[str, Any] = {"loop": il.tasks.loop(), "vmap": il.tasks.vmap(), "any": True}
-CASES = [(name, "loop") for name in STRATEGIES] + [("tape", "vmap"), ("remat", "any")]
+WAYS: dict[str, Any] = {
+    "loop": il.tasks.loop(),
+    "vmap": il.tasks.vmap(),
+    "threads": il.tasks.threads(2),
+    "any": True,
+}
+CASES = [(name, way) for name in STRATEGIES for way in ("loop", "threads")]
+CASES += [("tape", "vmap"), ("remat", "any")]
 
 
 def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
+class Decayed(nn.Module):
+    """A loss with a learned decay, which has one minimum for a linear model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return squared(model, batch) + self.decay * sum(
+            p.square().sum() for p in model.parameters()
+        )
+
+
 def learner(strategy: str) -> tuple[il.InnerLoop, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)  # also in processes that are new
+    x = torch.randn(TASKS, 5, 2)
+    batch = (x, x.sum(-1, keepdim=True).sin())
+    if strategy == "implicit":
+        linear = nn.Linear(2, 1)
+        descent = torch.optim.SGD(linear.parameters(), lr=0.2)
+        how: dict[str, Any] = {"learn": (), "val_loss": squared, "backward": STRATEGIES[strategy]}
+        return il.InnerLoop(linear, descent, Decayed(), **how), batch
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     few = strategy in ("forward", "truncated")
     learn = ("lr", "momentum") if few else ("init", "lr", "momentum")
     inner = il.InnerLoop(model, optimizer, squared, learn=learn, backward=STRATEGIES[strategy])
-    x = torch.randn(TASKS, 5, 2)
-    return inner, (x, x.sum(-1, keepdim=True).sin())
+    return inner, batch
 
 
 def gradients(strategy: str, way: str, ranks: Ranks = ALONE) -> list[Tensor]:
@@ -66,7 +92,8 @@ def gradients(strategy: str, way: str, ranks: Ranks = ALONE) -> list[Tensor]:
         inner.zero_grad()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The parameter .* has a hook")  # these are meant
-            losses = module([batch] * 3, batch, tasks=WAYS[way])
+            steps = 100 if strategy == "implicit" else 3  # to its minimum
+            losses = module([batch] * steps, batch, tasks=WAYS[way])
         losses.mean().backward()
     assert len(fired) == len({id(p) for p in fired})  # each once
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in inner.parameters()]
@@ -107,8 +134,27 @@ def by_sum(rank: int, count: int, store: str) -> None:
         ranks.told(failing)
     except il.InnerLoopError as error:
         found["error"] = str(error)
+    ranks.agree("settings", {"--tasks": 3})
+    try:
+        ranks.agree("settings", {"--way": 5, "--tasks": max(rank, 1)})
+    except il.InnerLoopError as error:
+        found["different"] = str(error)
     torch.save(found, f"{store}.{rank}")
     leave_group()
+
+
+def by_leaving(rank: int, count: int, store: str) -> None:
+    """The last one ends while the others wait for it."""
+    ranks = join(rank, count, store)
+    ranks.any(True)
+    found = {}
+    if rank < count - 1:
+        try:
+            ranks.sum_gradients([torch.ones(1)])
+        except il.InnerLoopError as error:
+            found["lost"] = str(error)
+    torch.save(found, f"{store}.{rank}")
+    os._exit(0)
 
 
 def failing() -> None:
@@ -179,6 +225,13 @@ def test_exchanges(tmp_path: Path) -> None:
         assert found["told"] and found["nothing"] is None and found["empty"]
         assert found["gathered"] == ["", "x", "xx"] and found["error"] == "of the first"
         assert found["any"] == [True, False]
+        assert "Process 2 of 3 has other settings" in found["different"]
+        assert "--tasks 2, not 1" in found["different"] and "--way" not in found["different"]
+
+
+def test_a_process_that_is_left_alone_says_so(tmp_path: Path) -> None:
+    left, _ = spawn(by_leaving, 2, tmp_path)
+    assert "another one has ended" in left["lost"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])

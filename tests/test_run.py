@@ -320,6 +320,23 @@ def test_a_checkpoint_nested_without_end_is_refused(tmp_path: Path, capsys: Any)
     assert "nested more than" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_unpacks_to_more_than_it_holds_is_refused(tmp_path: Path) -> None:
+    """A small file could fill any memory."""
+    run = folder_of(tmp_path)
+    run.save({"number": torch.zeros(10**6)})
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO((run.folder / "checkpoint.pt").read_bytes()[32:])) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    data = packed.getvalue()
+    (run.folder / "checkpoint.pt").write_bytes(hashlib.sha256(data).digest() + data)
+    with pytest.raises(InnerLoopError, match="bytes would become"):
+        run.load()
+
+
 def test_deeply_nested_settings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,10 +442,16 @@ print("met")
 
 
 def meeting(store: TCPStore, rank: int, start: int, *seconds: float) -> subprocess.Popen[str]:
+    return member(store, rank, start, _MEET, *map(str, seconds))
+
+
+def member(
+    store: TCPStore, rank: int, start: int, program: str, *words: str
+) -> subprocess.Popen[str]:
     """A process of a group that torchrun started for so many times."""
     about = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
     about |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": start}
-    command = [sys.executable, "-c", _MEET, *map(str, seconds)]
+    command = [sys.executable, "-c", program, *words]
     environment = os.environ | {name: str(value) for name, value in about.items()}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -455,6 +478,49 @@ def test_a_process_that_waits_for_others_in_vain() -> None:
     alone = meeting(store, 0, 0, 2, 0, 0)
     assert "do not find each other" in alone.communicate()[1]
     assert alone.returncode == 1
+
+
+_RUN = """
+import sys
+from innerloop import data
+from innerloop.__main__ import main
+seed, *words = sys.argv[1:]
+few = data.glyphs(train=6, val=6, test=6, drawings=6, seed=int(seed))
+data.load = lambda *_, **__: few
+sys.exit(main(words))
+"""
+_FEW = ["maml", "--model", "mlp", "--filters", "4", "--steps", "1", "--query", "1"]
+_FEW += ["--iterations", "1", "--val-tasks", "2", "--test-tasks", "2", "--tasks-by", "loop"]
+
+
+@pytest.mark.parametrize(
+    "seeds, tasks, said",
+    [((0, 0), (2, 3), "other settings than the first: --tasks 3, not 2"), ((0, 1), (2, 2), "data")],
+)
+def test_processes_of_different_runs_are_no_group(
+    seeds: tuple[int, int], tasks: tuple[int, int], said: str, tmp_path: Path
+) -> None:
+    """They would add up gradients of different things."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    words = [*_FEW, "--out", str(tmp_path / "run")]
+    group = [
+        member(store, k, 0, _RUN, str(seeds[k]), *words, "--tasks", str(tasks[k])) for k in range(2)
+    ]
+    for process in group:
+        error = process.communicate()[1]
+        assert process.returncode == WRONG and said in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_does_not_lie_on_the_device_of_who_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.serialization.location_tag", lambda _: "cuda:3")
+        run.save({"number": torch.arange(3)})
+    state = run.load()
+    assert state is not None and state["number"].device.type == "cpu"
 
 
 def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:

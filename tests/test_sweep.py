@@ -228,6 +228,15 @@ def test_a_run_that_is_told_while_it_starts_has_stopped(
     assert [kind for _, kind in sweep.outcomes(each, 2)] == ["stopped"] * 3
 
 
+def test_a_sweep_is_no_group_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its runs would join each other's groups and add up gradients of different runs."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert listed(tmp_path, *SMALL) == 2
+    assert "Start it without torchrun" in capsys.readouterr().err
+
+
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "maml" in capsys.readouterr().out

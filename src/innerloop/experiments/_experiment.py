@@ -17,6 +17,7 @@ from innerloop.errors import InnerLoopError
 from innerloop.experiments._command_line import (
     Parser,
     as_json,
+    flag,
     from_json,
     parse,
     program,
@@ -60,6 +61,11 @@ class Experiment(abc.ABC):
     @abc.abstractmethod
     def share(self, ranks: Ranks) -> None:
         """Divide the work over the processes that ``torchrun`` started."""
+
+    @property
+    def source(self) -> str:
+        """Which data it is about: a run is not gone on with on other data, nor shared over it."""
+        return ""
 
     @property
     def has_news(self) -> bool:
@@ -173,6 +179,7 @@ def carry_out(
     from innerloop.experiments._progress import Bar
 
     experiment.share(ranks)
+    ranks.agree("data", {"pictures or numbers": experiment.source})
     experiment.records = []
     with contextlib.ExitStack() as stack:
         ranks.told(lambda: stack.enter_context(run.held(new=not resume)))
@@ -226,6 +233,7 @@ def command(
             run.keep = keep or run.kept()
             settings = _resumed(from_json(config, run.config()), given, preset, resume)
         with joined(getattr(settings, "device", "cpu")) as ranks:
+            ranks.agree("settings", _shared(settings))
             go_on = resume is not None or _goes_on(run, settings, ranks)
             experiment = make(settings)
             result = carry_out(experiment, settings, run, resume=go_on, ranks=ranks)
@@ -243,6 +251,12 @@ def command(
         print(path)
     print(next_step.format(innerloop=program()))
     return 0
+
+
+def _shared(settings: Any) -> dict[str, Any]:
+    """The settings that all processes must have; folders may have other names elsewhere."""
+    found = {flag(name): value for name, value in as_json(settings).items()}
+    return {name: value for name, value in found.items() if name not in ("--out", "--data")}
 
 
 def _goes_on(run: Run, settings: Any, ranks: Ranks) -> bool:

@@ -72,11 +72,6 @@ class Parts(Experiment):
         """The part of this number, at its start."""
 
     @property
-    def source(self) -> str:
-        """Which data it is about: a run is not gone on with on other data."""
-        return ""
-
-    @property
     def total(self) -> int:
         return sum(place.units for place in self._places)
 
@@ -156,7 +151,8 @@ class Parts(Experiment):
         torch.save({number: self._described(number) for number in self._hand}, buffer)
         for rank, data in enumerate(self._ranks.gathered(buffer.getvalue())):
             if rank != self._ranks.rank:
-                self._learn(torch.load(io.BytesIO(data), weights_only=True))
+                told = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                self._learn(told)
         self._in_order()
 
     def _described(self, number: int) -> dict[str, Any]:

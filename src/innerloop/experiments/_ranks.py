@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,8 @@ class Ranks(NamedTuple):
         """The sum over the processes, the same on all of them."""
         if self.size > 1:
             value = value.clone()
-            dist.all_reduce(value)
+            with _exchanged():
+                dist.all_reduce(value)
         return value
 
     def assembled(self, own: Tensor, total: int) -> Tensor:
@@ -97,8 +99,21 @@ class Ranks(NamedTuple):
             rows[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank, row in enumerate(rows):
             if len(row):
-                dist.broadcast(row, rank)
+                with _exchanged():
+                    dist.broadcast(row, rank)
         return [bytes(row.numpy()) for row in rows]
+
+    def agree(self, what: str, own: Mapping[str, Any]) -> None:
+        """Refuse to go on where the processes have different values under the same names."""
+        first, *others = (json.loads(said) for said in self.gathered(json.dumps(own).encode()))
+        for rank, other in enumerate(others, 1):
+            if names := [name for name in own if first.get(name) != other.get(name)]:
+                told = ", ".join(f"{n} {other.get(n)!r}, not {first.get(n)!r}" for n in names)
+                raise InnerLoopError(
+                    f"Process {rank} of {self.size} has other {what} than the first: {told}. All "
+                    "must have the same, since each does a part of one run. Give the same command, "
+                    "with the same data, on every machine."
+                )
 
     def told(self, find: Callable[[], bytes | None]) -> bytes | None:
         """What the first process finds, on all of them. Its error is everybody's."""
@@ -116,6 +131,19 @@ class Ranks(NamedTuple):
         if said[:1] == _ERROR:
             raise InnerLoopError(said[1:].decode())
         return said[1:] if said[:1] == _FOUND else None
+
+
+@contextlib.contextmanager
+def _exchanged() -> Iterator[None]:
+    """Who is left when another process ends says so; the other one says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise InnerLoopError(
+            "The processes cannot reach each other any more: another one has ended, for a reason "
+            f"that it told if it could ({str(error).splitlines()[0]}). With --max-restarts, "
+            "torchrun goes on from the last checkpoint; otherwise, write --resume."
+        ) from error
 
 
 ALONE = Ranks()
@@ -191,6 +219,16 @@ def _soon() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def refuse_group(name: str) -> None:
+    """For a command that starts processes of its own: they would take each other for a group."""
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise InnerLoopError(
+            f"innerloop {name} was started {size} times, by torchrun (WORLD_SIZE is {size}). "
+            "Needed is one process, which starts the runs itself, side by side; theirs would be "
+            "mixed up. Start it without torchrun."
+        )
 
 
 def local_device(device: str) -> str:

@@ -199,8 +199,9 @@ class Run:
         if data is None:
             return None
         try:
-            _check_nesting(data)
-            found = torch.load(io.BytesIO(data), weights_only=True)
+            _check_readable(data)
+            # Not to the accelerator of the process that wrote it: every one has its own.
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # what torch raises for foreign content is not one class
             raise InnerLoopError(self._foreign(str(error))) from error
         if not isinstance(found, dict):
@@ -277,9 +278,12 @@ def _whole(content: bytes) -> bytes | None:
     return data if hashlib.sha256(data).digest() == digest else None
 
 
-def _check_nesting(data: bytes) -> None:
-    """Refuse what torch's reader, which runs no code, would crash at."""
+def _check_readable(data: bytes) -> None:
+    """Refuse what torch's reader, which runs no code, would crash at or fill the memory with."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        size = sum(info.file_size for info in archive.infolist())
+        if size > len(data):  # torch writes without compression
+            raise ValueError(f"its {len(data)} bytes would become {size}")
         for name in archive.namelist():
             if name.endswith(".pkl") and nesting(archive.read(name)) > DEEPEST:
                 raise ValueError(f"its objects are nested more than {DEEPEST} deep")

@@ -102,6 +102,10 @@ class Training(Experiment):
     def total(self) -> int:
         return self.config.iterations
 
+    @property
+    def source(self) -> str:
+        return ", ".join(images.digest for _, images in self._named_splits)
+
     def share(self, ranks: Ranks) -> None:
         if self.config.tasks < ranks.size:
             refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")

@@ -36,6 +36,7 @@ from innerloop.experiments._command_line import (
 )
 from innerloop.experiments._experiment import STOPPED, absolute
 from innerloop.experiments._found_runs import decisive, read_result
+from innerloop.experiments._ranks import refuse_group
 from innerloop.experiments._run import Run, Stop, stoppable
 
 _GRID = {
@@ -300,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     args = vars(_parser().parse_args(words[:cut]))
     try:
+        refuse_group("sweep")
         engine = _engine(args)
         chosen = {name: args[name] for name in _GRID}
         extra = words[cut + 1 :]
