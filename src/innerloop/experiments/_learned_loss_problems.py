@@ -19,13 +19,16 @@ _WIDTH = 32
 
 
 class Tasks(NamedTuple):
-    """Examples to train on, and to be judged by, as (x, y). [tasks, examples, ...] each."""
+    """Examples to train on, and to be judged by, as (x, y). [tasks, examples, ...] each.
 
-    support: tuple[Tensor, Tensor]
-    query: tuple[Tensor, Tensor]
+    The x are whatever the net takes: the inputs, or these with initial weights.
+    """
+
+    support: tuple[Any, Tensor]
+    query: tuple[Any, Tensor]
 
 
-Measure = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+Measure = Callable[[nn.Module, tuple[Any, Tensor]], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
