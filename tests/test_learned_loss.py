@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,17 @@ import innerloop as il
 from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
+from innerloop.experiments import _learned_loss_cell as learned_loss_cell
 from innerloop.experiments import learned_loss
+from innerloop.experiments._learned_loss_cell import Cell
 from innerloop.experiments._learned_loss_problems import PROBLEMS
+from innerloop.experiments.learned_loss import Config
 from innerloop.learned import LearnedLoss
 
 TASKS, POINTS = 3, 6
 
 
-def problem(kind: str, extras: int = 0, form: str = "free"):
+def problem(kind: str, extras: int = 0, form: str = "free", moments: int = 0):
     """A model, a learned loss, the batch of all tasks, and what the loss is judged by."""
     outputs = 1 if kind == "values" else 4
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
@@ -36,13 +40,13 @@ def problem(kind: str, extras: int = 0, form: str = "free"):
     y = numbers if kind == "values" else torch.randint(4, (TASKS, POINTS))
     more = [torch.randn(TASKS, POINTS, 1), 0.5][:extras]
     task_loss = mse_loss if kind == "values" else cross_entropy
-    loss = LearnedLoss(kind, form=form, extras=extras, hidden=(6, 6))
+    loss = LearnedLoss(kind, form=form, extras=extras, moments=moments, hidden=(6, 6))
     nn.init.normal_(loss.net[-1].weight)  # a weighted one begins at zero
     return model, loss, (x, y, *more), lambda model, b: task_loss(model(b[0]), b[1])
 
 
-def loop(kind, extras=0, form="free", backward=None):
-    model, loss, batch, judge = problem(kind, extras, form)
+def loop(kind, extras=0, form="free", moments=0, backward=None):
+    model, loss, batch, judge = problem(kind, extras, form, moments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     return il.InnerLoop(model, optimizer, loss, learn=(), val_loss=judge, backward=backward), batch
 
@@ -59,20 +63,21 @@ def meta_gradient(inner, *args, **how):
 
 
 KINDS = pytest.mark.parametrize(
-    ("kind", "extras", "form"),
+    ("kind", "extras", "form", "moments"),
     [
-        ("values", 0, "free"),
-        ("values", 2, "free"),
-        ("classes", 1, "free"),
-        ("values", 1, "weighted"),
-        ("classes", 0, "weighted"),
+        ("values", 0, "free", 0),
+        ("values", 2, "free", 0),
+        ("classes", 1, "free", 0),
+        ("values", 1, "weighted", 0),
+        ("values", 2, "weighted", 3),
+        ("classes", 0, "weighted", 0),
     ],
 )
 
 
 @KINDS
-def test_the_tape_equals_finite_differences(kind, extras, form):
-    inner, batch = loop(kind, extras, form)
+def test_the_tape_equals_finite_differences(kind, extras, form, moments):
+    inner, batch = loop(kind, extras, form, moments)
     train = [one(batch)] * 3
     _, grads = meta_gradient(inner, train, one(batch))
     directions = [torch.randn_like(g) for g in grads]
@@ -91,8 +96,8 @@ def test_the_tape_equals_finite_differences(kind, extras, form):
 
 @KINDS
 @pytest.mark.parametrize("backward", [il.Remat(), il.Remat(2), il.Binomial(2)], ids=str)
-def test_strategies_agree_with_the_tape(kind, extras, form, backward):
-    inner, batch = loop(kind, extras, form)
+def test_strategies_agree_with_the_tape(kind, extras, form, moments, backward):
+    inner, batch = loop(kind, extras, form, moments)
     train = [one(batch)] * 5
     expected = meta_gradient(inner, train, one(batch))
     inner.backward = backward
@@ -101,8 +106,8 @@ def test_strategies_agree_with_the_tape(kind, extras, form, backward):
 
 
 @KINDS
-def test_tasks_agree_by_loop_and_batched(kind, extras, form):
-    inner, batch = loop(kind, extras, form)
+def test_tasks_agree_by_loop_and_batched(kind, extras, form, moments):
+    inner, batch = loop(kind, extras, form, moments)
     by_loop = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.loop())
     batched = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.vmap())
     torch.testing.assert_close(batched, by_loop, rtol=1e-10, atol=1e-12)
@@ -120,9 +125,9 @@ def test_all_of_its_weights_are_learned_and_nothing_else():
 
 
 @KINDS
-def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras, form):
+def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras, form, moments):
     """``criterion(model(x), y)`` in anyone's loop ends where the inner loop ends."""
-    inner, batch = loop(kind, extras, form)
+    inner, batch = loop(kind, extras, form, moments)
     x, y, *more = one(batch)
     adapted = inner.adapt([one(batch)] * 4)
     model, criterion = copy.deepcopy(inner.model), inner.loss
@@ -197,9 +202,27 @@ def test_a_weighted_loss_begins_as_the_ordinary_one(kind, ordinary):
         torch.testing.assert_close(loss(said, y, extra), weight * ordinary(said, y))
 
 
+def test_moments_are_squared_means_of_weighted_errors():
+    loss = LearnedLoss(form="weighted", extras=1, moments=5)
+    p, y, e = torch.randn(3, 8, 2)
+    said = loss.moments(e.unsqueeze(-1))  # [8, 2, 5]
+    means = (said * (p - y).unsqueeze(-1)).mean((0, 1))
+    torch.testing.assert_close(loss(p, y, e), mse_loss(p, y) + means.square().sum())
+    assert means.abs().min() > 0
+    # So an error counts by those of other examples, which no loss of single ones can do.
+    p.requires_grad_()
+    (slope,) = torch.autograd.grad(loss(p, y, e), p)
+    changed = y.clone()
+    changed[7] += 1
+    (other,) = torch.autograd.grad(loss(p, changed, e), p)
+    assert (slope[:7] != other[:7]).all()
+
+
 @pytest.mark.parametrize(
     ("make", "call", "said"),
     [
+        (lambda: LearnedLoss("classes", extras=1, moments=2), (), "moments=0"),
+        (lambda: LearnedLoss(moments=2), (), "at least one extra"),
         (lambda: LearnedLoss("class"), (), "classes"),
         (lambda: LearnedLoss(form="weight"), (), "weighted"),
         (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),
@@ -271,19 +294,17 @@ def test_a_run_writes_all_it_should(whole: Path) -> None:
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [(r["problem"], r["seed"]) for r in records] == [("sines", 0), ("sines", 1)]
     for record in records:
-        assert len(record["learned"]) == len(record["task"]) == len(record["same"]) == 5
-        # All losses begin with the same nets on the same tasks.
-        assert record["learned"][0] == record["task"][0] == record["same"][0]
-        assert len({record[key][1] for key in ("learned", "task", "same")}) == 3
+        assert len(record["learned"]) == len(record["task"]) == 5
+        # Both losses begin with the same nets on the same tasks.
+        assert record["learned"][0] == record["task"][0]
+        assert record["learned"][1] != record["task"][1]
     result = json.loads((whole / "result.json").read_text())["sines"]
     assert result["errors"]["task_long"] == [r["task"][4] for r in records]
-    assert result["errors"]["same_long"] == [r["same"][4] for r in records]
-    for key in ("same", "task"):
-        assert result["steps_needed"][key] == [r["steps_needed"][key] for r in records]
+    assert result["steps_needed"] == [r["steps_needed"] for r in records]
 
 
 def test_the_learned_loss_can_be_loaded(whole: Path) -> None:
-    criterion = LearnedLoss(form="weighted", extras=3).float()  # two steps, and x
+    criterion = LearnedLoss(form="weighted", extras=3, moments=16).float()  # two steps, and x
     criterion.load_state_dict(torch.load(whole / "loss-sines-1.pt", weights_only=True))
     p = torch.randn(5, 1, dtype=torch.float32, requires_grad=True)
     criterion(p, torch.zeros_like(p), 1.0, 0.0, p.detach()).backward()
@@ -337,9 +358,51 @@ def test_nets_that_diverge_are_left_out_and_counted(
     result = json.loads((tmp_path / "run" / "result.json").read_text())["sines"]
     assert result["skipped"] == [3]
     assert result["mean"]["learned_long"] is None and result["mean"]["task_long"] > 0
-    assert result["steps_needed"] == {"same": [None], "task": [None]}
+    assert result["steps_needed"] == [None]
     said = capsys.readouterr().out
     assert "diverged" in said and "3 meta-updates were left out" in said
+
+
+def test_an_update_after_which_nets_diverge_is_undone() -> None:
+    cell = Cell(Config(steps=2, horizon=4, tasks=2), "sines", 0)
+    cell._update(0)
+    good = cell.before
+    with torch.no_grad():
+        cell.criterion.moments[-1].bias.fill_(1e20)
+    cell._update(1)
+    assert cell.skipped == 1
+    found = cell.criterion.state_dict()
+    assert all(torch.equal(found[name], good[name]) for name in good if "extra" not in name)
+
+
+@pytest.mark.parametrize("name", ["sines", "digits"])
+def test_what_came_before_a_net_diverged_counts(name: str) -> None:
+    """The loss is good for two steps, then tears the net apart."""
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    cell = Cell(Config(steps=2, horizon=6, held_out=2), name, 0)
+    own, steps = cell.problem.task_loss, []
+
+    def late(model: nn.Module, batch: tuple[Any, ...]) -> torch.Tensor:
+        steps.append(len(steps))
+        loss = own(model, batch[:2])
+        return loss if len(steps) < 3 else loss * 1e30
+
+    found = cell._errors(late, cell.problem.rates[0], 0)
+    plain = cell._errors(own, cell.problem.rates[0], 0)
+    assert found[:3] == plain[:3]
+    assert found[4:] == [math.inf] * 3 and math.isfinite(plain[-1])
+    assert learned_loss_cell._needed(found, plain[2]) <= 2
+
+
+def test_a_loss_that_diverges_late_is_drawn_and_told(
+    tmp_path: Path, few_rates: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "run", inner_lr="1e8", seeds="1")) == 0
+    (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert record["learned"][0] == record["task"][0] and record["learned"][-1] is None
+    assert "diverged" in capsys.readouterr().out
+    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_held_out_digits_are_in_no_training_task() -> None:
@@ -362,6 +425,7 @@ def test_held_out_digits_are_in_no_training_task() -> None:
         (["--problem", "sine"], "sines"),
         (["--form", "weighed"], "weighted"),
         (["--steps", "200"], "horizon"),
+        (["--moments", "-1"], "at least 0"),
         (["--seeds", "0"], "at least 1"),
         (["--inner-lr", "nan"], "above 0"),
         (["--momentum", "1"], "below 1"),

@@ -8,23 +8,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import innerloop as il
-from innerloop.errors import DivergedError, InnerLoopError
-from innerloop.experiments._learned_loss_problems import PROBLEMS, Tasks
+from innerloop.errors import InnerLoopError
+from innerloop.experiments._learned_loss_problems import PROBLEMS, Measure, Tasks
 from innerloop.experiments._parts import Part
 from innerloop.learned import LearnedLoss
 
 # Apart from each other, and from the training tasks and weights of every seed.
-_HELD_OUT, _CHOICE = 1_000_003, 2_000_003
-_INITS, _CHOICE_INITS = 5, 2
-_SEEDS_APART = 100_000  # weights that one seed may use
+_HELD_OUT, _CHOICE = 1_000_000_003, 2_000_000_003
+_PLACES = 5.0  # the weight of x at the start: its places are to be told apart beside the steps
+_SEEDS_APART = 10_000_000_000  # initial weights that one seed may use
 
 
 def step_numbers(config: Any, step: int) -> list[float]:
     """1 for this step and 0 for the others; steps beyond those learned count as the last."""
     at = min(step, config.steps - 1)
     return [float(k == at) for k in range(config.steps)] if config.read_step else []
+
+
+class _Displaced(nn.Module):
+    """A net whose weights are those it is handed with its input, plus its own, which begin at 0.
+
+    Tasks that are run together share what a net begins with. So each has its own initial weights.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.zero_()
+
+    def forward(self, given: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        x, start = given
+        moved = {name: start[name] + weight for name, weight in self.net.named_parameters()}
+        return functional_call(self.net, moved, (x,))
+
+
+class _Watched(nn.Module):
+    """A loss on the first part of a batch, which also says how the net does on the second."""
+
+    def __init__(self, loss: Any, measure: Measure) -> None:
+        super().__init__()
+        self.loss, self.measure = loss, measure
+
+    def forward(self, model: nn.Module, batch: tuple[Any, tuple[Tensor, Tensor]]) -> Any:
+        loss = self.loss(model, batch[0])
+        # A net whose loss is not finite has no finite error either, not even a count. The loss
+        # itself is made finite: what was seen before is wanted, and a NaN would end the run.
+        seen = self.measure(model, batch[1]) + 0 * loss.detach()
+        return loss.nan_to_num(), seen
 
 
 class Cell(Part):
@@ -36,11 +71,14 @@ class Cell(Part):
         self.rate = self.problem.rate if config.inner_lr is None else config.inner_lr
         self.reads_input = config.read_input and name == "sines"
         self.criterion = self._criterion()
-        self.inner = self._loop(self.problem.build(0), self.rate, self.criterion)
+        watched = _Watched(self.criterion, self.problem.task_loss)
+        self.inner = self._loop(self.rate, watched)
         self.meta = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped = 0
         """Updates left out, as training or its gradient was not finite."""
+        self.before = self.kept()
+        """The loss before its last update, which is undone if nets diverge after it."""
         self.tuned: dict[str, list[float]] = {}
         """Errors of the task's loss at steps and horizon, by rate."""
 
@@ -51,21 +89,31 @@ class Cell(Part):
     def _criterion(self) -> LearnedLoss:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            extras = len(step_numbers(self.config, 0)) + int(self.reads_input)
-            return LearnedLoss(
-                self.problem.targets, form=self.config.form, extras=extras, dtype=torch.float32
+            criterion = LearnedLoss(
+                self.problem.targets,
+                form=self.config.form,
+                extras=len(step_numbers(self.config, 0)) + int(self.reads_input),
+                moments=self.config.moments if self.reads_input else 0,
+                dtype=torch.float32,
             )
+        if criterion.moments is not None:
+            first = criterion.moments[0]
+            assert isinstance(first, nn.Linear)
+            with torch.no_grad():
+                first.weight[:, -1] *= _PLACES
+        return criterion
 
-    def _loop(self, net: nn.Module, rate: float, loss: Any) -> il.InnerLoop:
+    def _loop(self, rate: float, loss: _Watched) -> il.InnerLoop:
+        net = _Displaced(self.problem.build(0))
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
-        judge = self.problem.task_loss
-        return il.InnerLoop(net, sgd, loss, learn=(), val_loss=judge, tasks=il.tasks.vmap())
+        return il.InnerLoop(net, sgd, loss, learn=(), tasks=il.tasks.vmap())
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "criterion": self.criterion.state_dict(),
+            "before": self.before,
             "meta": self.meta.state_dict(),
             "generator": self.generator.get_state(),
             "skipped": self.skipped,
@@ -77,6 +125,7 @@ class Cell(Part):
         self.meta.load_state_dict(state["meta"])
         self.generator.set_state(state["generator"])
         self.skipped, self.tuned = state["skipped"], state["tuned"]
+        self.before = state["before"]
 
     def kept(self) -> dict[str, Any]:
         return copy.deepcopy(self.criterion.state_dict())
@@ -92,111 +141,96 @@ class Cell(Part):
             shown = {"rate": f"{rates[place]:g}"}
         else:
             records.append(self._compare())
-            shown = {"steps needed": str(records[-1]["steps_needed"]["same"])}
+            shown = {"steps needed": str(records[-1]["steps_needed"])}
         return {"problem": self.name, "seed": str(self.seed)} | shown
 
     def _update(self, number: int) -> float:
         c = self.config
-        weights = self.problem.build(self.seed * _SEEDS_APART + number + 1)
-        self.inner.model.load_state_dict(weights.state_dict())
         self.meta.param_groups[0]["lr"] = (
             c.meta_lr * (1 + math.cos(math.pi * number / c.iterations)) / 2
         )
-        tasks = self.problem.draw(self.generator, c.tasks, False)
-        train = [self.batch(tasks.support, step) for step in range(c.steps)]
+        tasks = self._begun(self.generator, c.tasks, number * c.tasks + 1)
         self.meta.zero_grad()
-        try:
-            loss = self.inner(train, tasks.query, tasks=True).mean()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip)
-        except DivergedError:
-            loss = norm = torch.tensor(math.nan)
-        if norm.isfinite():
+        # Judged over the later half of the steps: the last alone says little about the first.
+        loss = self._seen(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip)
+        # A loss that overflows has no gradient, which is finite.
+        if loss.isfinite() and norm.isfinite():
+            self.before = self.kept()
             self.meta.step()
         else:
+            self.criterion.load_state_dict(self.before)
             self.skipped += 1
         return loss.item()
 
-    def batch(self, examples: tuple[Tensor, Tensor], step: int) -> tuple[Any, ...]:
+    def _begun(self, generator: torch.Generator, count: int, first: int) -> Tasks:
+        """Tasks whose inputs come with initial weights, of the seeds from ``first`` on."""
+        support, query = self.problem.draw(generator, count, first == _HELD_OUT)
+        nets = [self.problem.build(self.seed * _SEEDS_APART + first + k) for k in range(count)]
+        start, _ = torch.func.stack_module_state(nets)
+        start = {name: weight.detach() for name, weight in start.items()}
+        return Tasks(((support[0], start), support[1]), ((query[0], start), query[1]))
+
+    def _seen(self, inner: il.InnerLoop, tasks: Tasks, steps: int) -> Tensor:
+        """What was measured after 0, 1, … steps. [tasks, steps + 1]"""
+        # It is measured before each step, so one more step for the last.
+        train = [(self._batch(tasks.support, step), tasks.query) for step in range(steps + 1)]
+        return inner.adapt(train, tasks=True).aux
+
+    def _batch(self, examples: tuple[Any, Tensor], step: int) -> tuple[Any, ...]:
         """The examples with the extras of a step."""
         x, y = examples
         told = step_numbers(self.config, step)
-        return x, y, *told, *([x] if self.reads_input else [])
+        return x, y, *told, *([x[0]] if self.reads_input else [])
 
     def _tune(self, rate: float) -> list[float]:
-        """Each number of steps by itself: a rate may do for few and diverge later."""
-        numbers = (self.config.steps, self.config.horizon)
-        loss = self.problem.task_loss
-        return [self._errors(loss, rate, _CHOICE, _CHOICE_INITS, n)[-1] for n in numbers]
+        found = self._errors(self.problem.task_loss, rate, _CHOICE)
+        return [found[self.config.steps], found[self.config.horizon]]
 
-    def _errors(self, loss: Any, rate: float, first: int, inits: int, steps: int) -> list[float]:
-        """As below; infinite if training diverges."""
-        try:
-            found = self.errors(loss, rate, first, inits, steps)
-        except DivergedError:
-            found = [math.inf]
-        return found if all(map(math.isfinite, found)) else [math.inf] * (steps + 1)
+    def _errors(self, loss: Any, rate: float, first: int) -> list[float]:
+        """The error after 0, 1, … steps, in the mean over tasks and their initial weights.
 
-    def errors(self, loss: Any, rate: float, first: int, inits: int, steps: int) -> list[float]:
-        """The error after 0, 1, … steps, in the mean over tasks and initial weights."""
+        Infinite from the step on at which any net diverges.
+        """
         generator = torch.Generator().manual_seed(first + self.seed)
-        each = []
-        for k in range(inits):
-            net = self.problem.build(first + self.seed * _SEEDS_APART + k)
-            tasks = self.problem.draw(generator, self.config.held_out, first == _HELD_OUT)
-            each.append(self._watched(net, loss, rate, tasks, steps))
-        return torch.stack(each).mean(0).tolist()
-
-    def _watched(self, net: nn.Module, loss: Any, rate: float, tasks: Tasks, steps: int) -> Tensor:
-        """[steps + 1]"""
-        error = self.problem.error
-
-        def watched(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-            return loss(model, batch[0]), error(model, batch[1]).detach()
-
-        # Seen before each step, and one more step for the last.
-        train = [(self.batch(tasks.support, step), tasks.query) for step in range(steps + 1)]
+        tasks = self._begun(generator, self.config.held_out, first)
+        inner = self._loop(rate, _Watched(loss, self.problem.error))
         with torch.no_grad():
-            seen = self._loop(net, rate, watched).adapt(train, tasks=True).aux
-        return seen.mean(0)
+            seen = self._seen(inner, tasks, self.config.horizon).mean(0)
+        return seen.nan_to_num(math.inf, math.inf).tolist()
 
     def _compare(self) -> dict[str, Any]:
         c = self.config
-        own = self.problem.task_loss
-        learned = self._errors(self.criterion, self.rate, _HELD_OUT, _INITS, c.horizon)
-        same = self._errors(own, self.rate, _HELD_OUT, _INITS, c.horizon)
-        short_rate, short = self._best(0, c.steps)
+        learned = self._errors(self.criterion, self.rate, _HELD_OUT)
+        rate_short, short = self._best(0, c.steps)
         rate, task = self._best(1, c.horizon)
         return {
             "problem": self.name,
             "seed": self.seed,
             "skipped": self.skipped,
             "learned": [_in_json(error) for error in learned],
-            "same": [_in_json(error) for error in same],
             "task": task,
-            "task_short": short[-1],
+            "task_short": short[c.steps],
             "rate": rate,
-            "rate_short": short_rate,
+            "rate_short": rate_short,
             "tuned": {r: [_in_json(e) for e in errors] for r, errors in self.tuned.items()},
-            "steps_needed": {
-                "same": _needed(learned, same[-1]),
-                "task": _needed(learned, task[-1]),
-            },
+            "steps_needed": _needed(learned, task[c.horizon]),
         }
 
     def _best(self, place: int, steps: int) -> tuple[float, list[float]]:
         """The best rate on other tasks that does not diverge on the held-out ones either."""
         for rate in sorted(self.tuned, key=lambda r: self.tuned[r][place]):
             own = self.problem.task_loss
-            found = self._errors(own, float(rate), _HELD_OUT, _INITS, steps)
-            if math.isfinite(found[-1]):
+            found = self._errors(own, float(rate), _HELD_OUT)
+            if math.isfinite(found[steps]):
                 return float(rate), found
         raise InnerLoopError(f"The task's loss diverged on {self.name} with every rate.")
 
 
 def _needed(learned: list[float], error: float) -> int | None:
     """Steps of the learned loss to this error."""
-    return next((k for k, found in enumerate(learned) if found <= error < math.inf), None)
+    return next((k for k, found in enumerate(learned) if found <= error), None)
 
 
 def _in_json(error: float) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from innerloop.experiments._learned_loss_cell import step_numbers
 from innerloop.experiments._learned_loss_problems import PROBLEMS
@@ -38,8 +38,13 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def restored(name: str, weights: dict[str, Tensor], form: str) -> LearnedLoss:
-    extras = weights["net.0.weight"].shape[1] - 2
-    criterion = LearnedLoss(PROBLEMS[name].targets, form=form, extras=extras, dtype=torch.float32)
+    criterion = LearnedLoss(
+        PROBLEMS[name].targets,
+        form=form,
+        extras=weights["net.0.weight"].shape[1] - 2,
+        moments=len(weights.get("moments.4.bias", ())),
+        dtype=torch.float32,
+    )
     criterion.load_state_dict(weights)
     return criterion
 
@@ -51,13 +56,11 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         own = [r for r in records if r["problem"] == name]
         for key, label, colour in (
-            ("same", "task's loss, the same rate", "C2"),
             ("task", "task's loss, best rate", "C1"),
             ("learned", "learned loss", "C0"),
         ):
-            values = numpy.array([r[key] for r in own if None not in r[key]])  # [seeds, steps + 1]
-            if not len(values):
-                continue  # it diverged
+            # [seeds, steps + 1]; NaN, which is not drawn, from where a seed diverged.
+            values = numpy.array([r[key] for r in own], dtype=float)
             mean, spread = values.mean(0), values.std(0, ddof=min(len(values) - 1, 1))
             x = numpy.arange(len(mean))
             axes.plot(x, mean, color=colour, label=label)
@@ -66,6 +69,8 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
         axes.axhline(end, color="C1", linestyle=":", label=f"that after {config.horizon} steps")
         axes.axvline(config.steps, color="grey", linestyle="--", label="learned for so many steps")
         axes.set(xlabel="steps", ylabel=PROBLEMS[name].measured, title=name)
+        # The learned loss may go far astray after the steps it was learned for.
+        axes.set_ylim(0, 1.25 * max(max(r["task"]) for r in own))
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     return figure
@@ -80,8 +85,9 @@ def surface(criterion: LearnedLoss, config: Any) -> Figure:
     """Over prediction and target, at the first step, for some inputs if it is told the input."""
     told = criterion.extras > len(step_numbers(config, 0))
     inputs = _INPUTS if told else _INPUTS[1:2]
-    figure = Figure(figsize=(4.2 * (len(inputs) + 1), 3.8), layout="constrained")
-    row = figure.subplots(1, len(inputs) + 1, squeeze=False)[0]
+    panels = len(inputs) + 1 + (criterion.moments is not None)
+    figure = Figure(figsize=(4.2 * panels, 3.8), layout="constrained")
+    row = figure.subplots(1, panels, squeeze=False)[0]
     axis = torch.linspace(-_REACH, _REACH, 81, dtype=torch.float32)
     target, prediction = torch.meshgrid(axis, axis, indexing="ij")
     for axes, at in zip(row, inputs, strict=False):
@@ -92,8 +98,21 @@ def surface(criterion: LearnedLoss, config: Any) -> Figure:
         where = f", x = {at:g}" if told else ""
         axes.set(xlabel="prediction", ylabel="target", title=f"learned loss{where}")
         figure.colorbar(drawn, ax=axes)
-    _slopes(row[-1], criterion, config, axis)
+    _slopes(row[len(inputs)], criterion, config, axis)
+    if criterion.moments is not None:
+        _together(figure, row[-1], criterion.moments, config, axis)
     return figure
+
+
+def _together(figure: Figure, axes: Any, moments: nn.Module, config: Any, x: Tensor) -> None:
+    """What errors at two places add to the loss, beside their own."""
+    steps = torch.tensor(step_numbers(config, 0), dtype=x.dtype).expand(len(x), -1)
+    with torch.no_grad():
+        said = moments(torch.cat([steps, x.unsqueeze(1)], 1))
+    most = (said @ said.T).abs().max().item()
+    drawn = axes.contourf(x, x, said @ said.T, levels=20, cmap="RdBu", vmin=-most, vmax=most)
+    axes.set(xlabel="x of an error", ylabel="x of another", title="errors that count together")
+    figure.colorbar(drawn, ax=axes)
 
 
 def _slopes(axes: Any, criterion: LearnedLoss, config: Any, prediction: Tensor) -> None:

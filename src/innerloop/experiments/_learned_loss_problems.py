@@ -19,13 +19,16 @@ _WIDTH = 32
 
 
 class Tasks(NamedTuple):
-    """Examples to train on, and to be judged by, as (x, y). [tasks, examples, ...] each."""
+    """Examples to train on, and to be judged by, as (x, y). [tasks, examples, ...] each.
 
-    support: tuple[Tensor, Tensor]
-    query: tuple[Tensor, Tensor]
+    The x are whatever the net takes: the inputs, or these with initial weights.
+    """
+
+    support: tuple[Any, Tensor]
+    query: tuple[Any, Tensor]
 
 
-Measure = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+Measure = Callable[[nn.Module, tuple[Any, Tensor]], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Problem:
     """What is reported."""
     measured: str
     rate: float
-    """Of both losses, where they are compared at the same one."""
+    """Of the learned loss."""
     rates: tuple[float, ...]
     """The task's loss is trained with the best of these."""
 
@@ -106,8 +109,8 @@ PROBLEMS = {
         _squared_error,
         _squared_error,
         "mean squared error",
-        0.001,
-        (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08),
+        0.02,
+        (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06),
     ),
     "digits": Problem(
         "classes",
@@ -116,7 +119,7 @@ PROBLEMS = {
         _cross_entropy,
         _wrong,
         "share of wrong answers",
-        0.1,
-        (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0),
+        0.5,
+        (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5),
     ),
 }

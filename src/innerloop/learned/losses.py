@@ -36,11 +36,17 @@ class LearnedLoss(nn.Module):
     much to multiply the ordinary one (squared error, cross-entropy): from a twentieth to twenty
     times, and once before it is trained.
 
+    Such a loss is a sum over examples, each by itself. With ``moments`` above 0 (regression only)
+    the errors e of different examples also count together: a second network says numbers f₁, f₂, …
+    from the extras of a coordinate, and Σₖ (mean of fₖ·e)² is added. So an error in one place may
+    count by those in others, as far as the extras tell the places.
+
     Args:
         targets: ``"values"`` or ``"classes"``.
         form: ``"free"`` or ``"weighted"``.
         extras: how many further numbers it reads for each coordinate: the input, the step, a weight
             of the example. They are tensors that broadcast to the prediction's shape, or numbers.
+        moments: how many squared means over all coordinates are added.
         hidden: widths of the hidden layers.
         dtype: of its weights.
 
@@ -59,6 +65,7 @@ class LearnedLoss(nn.Module):
         *,
         form: str = "free",
         extras: int = 0,
+        moments: int = 0,
         hidden: Sequence[int] = (40, 40),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,17 +88,16 @@ class LearnedLoss(nn.Module):
                     "LearnedLoss(form='weighted') to begin with the ordinary loss.",
                 )
             )
+        if moments and (targets == "classes" or not extras):
+            raise InnerLoopError(_no_moments(targets, extras, moments))
         self.targets, self.form, self.extras = targets, form, extras
-        widths = (2 + extras, *hidden)
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            # Smooth, since the meta-gradient differentiates its gradient.
-            layers += [nn.Linear(before, after, dtype=dtype), nn.SiLU()]
-        last = nn.Linear(widths[-1], 1, dtype=dtype)
+        self.net = _network((2 + extras, *hidden, 1), dtype)
+        last = self.net[-1]
+        assert isinstance(last, nn.Linear)
         if form == "weighted":
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
-        self.net = nn.Sequential(*layers, last)
+        self.moments = _network((extras, *hidden, moments), dtype) if moments else None
 
     def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
         """The loss of predictions; or of a model on a batch (x, target, *extras)."""
@@ -99,10 +105,15 @@ class LearnedLoss(nn.Module):
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
         values = self.each(prediction, target, *extras)
-        return (values.sum(-1) if self.targets == "classes" else values).mean()
+        alone = (values.sum(-1) if self.targets == "classes" else values).mean()
+        if self.moments is None:
+            return alone
+        said = self.moments(self._read(prediction, *extras)).to(prediction.dtype)
+        errors = (prediction - target).unsqueeze(-1)
+        return alone + (said * errors).flatten(end_dim=-2).mean(0).square().sum()
 
     def each(self, prediction: Tensor, target: Tensor, *extras: Any) -> Tensor:
-        """The loss of each coordinate, of the prediction's shape."""
+        """The loss of each coordinate by itself, of the prediction's shape."""
         if self.targets == "classes":
             target = _probabilities(prediction, target)
             prediction = prediction.log_softmax(-1)
@@ -110,10 +121,7 @@ class LearnedLoss(nn.Module):
             raise InnerLoopError(_shapes(prediction, target))
         if len(extras) != self.extras:
             raise InnerLoopError(_count(self.extras, len(extras)))
-        read = [_like(prediction, number) for number in (prediction, target, *extras)]
-        # In the precision of its own weights, whatever that of the predictions is.
-        own = torch.stack(read, dim=-1).to(next(self.net.parameters()).dtype)
-        said = self.net(own).squeeze(-1)
+        said = self.net(self._read(prediction, prediction, target, *extras)).squeeze(-1)
         if self.form == "free":
             return softplus(said).to(prediction.dtype)
         if self.targets == "classes":
@@ -122,6 +130,11 @@ class LearnedLoss(nn.Module):
             ordinary = (prediction - target).square()
         weight = (_REACH * torch.tanh(said / _REACH)).exp()
         return weight.to(prediction.dtype) * ordinary
+
+    def _read(self, prediction: Tensor, *numbers: Any) -> Tensor:
+        """[..., numbers], in the precision of its own weights, whatever the prediction's is."""
+        read = [_like(prediction, number) for number in numbers]
+        return torch.stack(read, dim=-1).to(next(self.net.parameters()).dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"targets": self.targets, "form": self.form}
@@ -141,6 +154,14 @@ class LearnedLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.targets!r}, form={self.form!r}, extras={self.extras}"
+
+
+def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        # Smooth, since the meta-gradient differentiates its gradient.
+        layers += [nn.Linear(before, after, dtype=dtype), nn.SiLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def _probabilities(logits: Tensor, target: Tensor) -> Tensor:
@@ -174,6 +195,15 @@ def _axes(prediction: Tensor, extra: Tensor) -> str:
         "as many axes, each as long or 1 long.",
         "it is clear then which number belongs to which coordinate.",
         "extra.unsqueeze(-1) for one number per example.",
+    )
+
+
+def _no_moments(targets: str, extras: int, moments: int) -> str:
+    return four_part(
+        f"You gave moments={moments} with targets={targets!r} and extras={extras}.",
+        "targets='values' and at least one extra.",
+        "a moment is a mean of errors, weighted by what the extras say of each.",
+        "LearnedLoss(extras=1, moments=16) and the input as the extra, or moments=0.",
     )
 
 
