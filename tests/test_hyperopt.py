@@ -33,6 +33,8 @@ TINY = {
     "--steps": "3",
     "--batch": "8",
     "--labelled": "10",
+    "--scouts": "3",
+    "--starts": "1",
     "--updates": "2",
     "--seeds": "2",
 }
@@ -70,7 +72,7 @@ def test_a_run_writes_all_it_should(what: str, tmp_path: Path) -> None:
     assert {p.name for p in folder.glob("*.png")} == {"search.png", "found.png"}
     assert {p.name for p in folder.glob("*.svg")} == {"search.svg", "found.svg"}
     result = read(folder)
-    assert result["counted_cost"] == 3 and result["trainings"] == 6
+    assert result["counted_cost"] == 3 and result["trainings"] == 3 + 2 * 3 + 1
     for columns in result["rows"].values():
         assert all(len(values) == 1 for values in columns.values())
         assert all(0 <= a <= 1 for a in columns["test_accuracy"])
@@ -88,14 +90,34 @@ def test_the_best_of_all_trials_is_reported(whole: Path) -> None:
     for record in records:
         if record["arm"] == "references":
             continue
-        assert record["trials"] == len(record["least"]) == (2 if "grad" in record["arm"] else 6)
+        assert record["trials"] == len(record["least"]) == (6 if "grad" in record["arm"] else 10)
         assert record["least"] == sorted(record["least"], reverse=True)
         # The training with the reported hyperparameters gives the loss by which they were chosen.
         assert record["val_loss"] == pytest.approx(record["least"][-1], rel=1e-6)
         if record["arm"] == "shared":
             assert len(set(record["numbers"])) == 1
-    start = records[0]["middle"]["val_loss"]
-    assert records[1]["least"][0] == pytest.approx(start, rel=1e-6)
+    # Scouts are the first trials of random search.
+    assert records[1]["least"][:3] == records[2]["least"][:3]
+
+
+def test_the_table_has_every_way_and_every_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path / "run", seed="7")) == 0
+    said, rows = capsys.readouterr().out, read(tmp_path / "run")["rows"]
+    assert "3 scouts, 2 updates" in said and "10 trainings' worth" in said
+    by_seed = said[said.index("Validation loss with seed") :].splitlines()
+    assert by_seed[0].split()[-2:] == ["7", "8"]
+    for line, arm in zip(by_seed[1:], ("gradient", "random", "shared"), strict=False):
+        assert line.split()[-2:] == [f"{value:.4f}" for value in rows[arm]["val_loss"]]
+
+
+def test_data_are_read_for_their_checksum_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(hyperopt, "digest", lambda *parts: calls.append(parts) or "sum")
+    search = hyperopt.Search(hyperopt.configured({}, "quick"))
+    assert {search.state_dict()["source"] for _ in range(3)} == {"digits (sum)"}
+    assert len(calls) == 1
 
 
 def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> None:
@@ -136,6 +158,8 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--noise", "1"], "below 1"),
         (["--inner-lr", "nan"], "above 0"),
         (["--updates", "0"], "at least 1"),
+        (["--scouts", "1"], "at most the scouts"),
+        (["--starts", "3", "--updates", "5"], "half of the updates"),
         (["--train", "1500"], "--train"),
         (["--meta-cost", "0"], "at least 1"),
         (["--backward", "taped"], "tape"),
@@ -159,7 +183,7 @@ def test_a_training_that_diverges_is_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_trial_that_diverges_is_only_a_bad_one() -> None:
-    config = hyperopt.Config(train=20, val=15, width=6, steps=3, updates=1)
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, starts=1, updates=1)
     bad = tiny("weight-decay", lr=1e30)
     assert math.isnan(bad.value(bad.start))
     cell = Cell(config, bad, 0, "random")
@@ -173,7 +197,7 @@ def test_a_trial_that_diverges_is_only_a_bad_one() -> None:
 
 
 def test_an_update_that_diverges_goes_halfway_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = hyperopt.Config(train=20, val=15, width=6, steps=3, updates=3)
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, scouts=0, starts=1, updates=3)
     cell = Cell(config, tiny("weight-decay"), 0, "gradient")
     assert cell.trial(0) < math.inf
     best, tried = cell.best, cell.raw
@@ -189,7 +213,37 @@ def test_an_update_that_diverges_goes_halfway_back(monkeypatch: pytest.MonkeyPat
     assert cell.best is best and cell.trial(2) < math.inf
 
 
+def test_the_gradient_starts_at_the_best_scouts_and_goes_on_from_the_best_of_all() -> None:
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, scouts=4, starts=2, updates=9)
+    assert config.each == 2
+    problem = tiny("weight-decay")
+    cell, random = (Cell(config, problem, 0, arm) for arm in ("gradient", "random"))
+    scouts = [cell.trial(k) for k in range(4)]
+    assert scouts == [random.trial(k) for k in range(4)]
+    first, second = sorted(scouts)[:2]
+    found = [cell.trial(4 + k) for k in range(9)]
+    best = min(scouts + found[:4])
+    assert [found[0], found[2], found[4]] == pytest.approx([first, second, best], rel=1e-6)
+    # The point after the last update is measured too.
+    last = cell.raw
+    assert last is not None and cell.trial(13) == problem.value(last)
+
+
+def test_without_scouts_it_starts_in_the_middle() -> None:
+    config = hyperopt.Config(train=20, val=15, width=6, steps=3, scouts=0, starts=1, updates=2)
+    problem = tiny("weight-decay")
+    middle = problem.value(problem.start)
+    assert Cell(config, problem, 0, "gradient").trial(0) == pytest.approx(middle, rel=1e-6)
+
+
 # --- counting -----------------------------------------------------------------------------------
+
+
+def test_all_trials_of_the_gradient_are_counted() -> None:
+    config = hyperopt.Config(scouts=5, updates=4, backward="remat")
+    assert config.costs == [1] * 5 + [4] * 4 + [1]
+    assert config.arms["gradient"] == 10
+    assert config.arms["random"] == config.arms["shared"] == 22
 
 
 def test_the_cost_of_an_update() -> None:

@@ -98,11 +98,8 @@ class Images:
     @cached_property
     def digest(self) -> str:
         """A short checksum of the names, the offsets and about a million of the pixels."""
-        pixels = self.pixels.flatten()
-        # An odd step, so that it does not hit the same places of every picture.
-        some = pixels[:: max(1, len(pixels) // 2**20) | 1].tolist()
         told = [list(self.names), self.offsets.tolist(), list(self.pixels.shape)]
-        return hashlib.sha256(repr(told).encode() + bytes(some)).hexdigest()[:16]
+        return checksum(told, self.pixels)
 
     def to(self, device: torch.device | str) -> Images:
         """Return the same pictures on another device."""
@@ -156,6 +153,17 @@ class Splits(NamedTuple):
     def to(self, device: torch.device | str) -> Splits:
         """Return the same splits on another device."""
         return Splits(*(images.to(device) for images in self))
+
+
+def checksum(told: object, *tensors: Tensor) -> str:
+    """A short checksum of what is told about tensors, and of about a million values of each."""
+    found = hashlib.sha256(repr(told).encode())
+    for tensor in tensors:
+        values = tensor.flatten()
+        # An odd step, so that it does not hit the same places of every picture.
+        some = values[:: max(1, len(values) // 2**20) | 1].contiguous()
+        found.update(bytes(some.view(torch.uint8).tolist()))
+    return found.hexdigest()[:16]
 
 
 def _said(value: object) -> str:

@@ -51,8 +51,8 @@ class Cell(Part):
         """Where the gradient has led."""
         self.meta: dict[str, Any] | None = None
         """State of its optimizer."""
-        self.cpu = 0.0
-        """Seconds of the processor."""
+        self.cpu: list[float] = []
+        """Seconds of the processor for each trial."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("values", "best", "raw", "meta", "cpu")}
@@ -64,19 +64,19 @@ class Cell(Part):
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         began = time.process_time()
         value = self.trial(unit)
-        self.cpu += time.process_time() - began
+        self.cpu.append(time.process_time() - began)
         if unit == self.config.arms[self.arm] - 1:
             records.append(self._record())
         return {"seed": str(self.seed), "arm": self.arm, "val": f"{value:.3f}"}
 
     def trial(self, number: int) -> float:
         """One training, and its validation loss."""
-        if self.arm == "gradient":
-            tried, value = self._update(number)
+        update = number - self.config.scouts
+        if self.arm == "gradient" and 0 <= update < self.config.updates:
+            tried, value = self._update(update)
         else:
-            # The draws depend on the seed and the trial alone.
-            generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + number)
-            tried = self.problem.draw(generator, shared=self.arm == "shared")
+            # After the updates: the point that the last of them has led to.
+            tried = self._drawn(number) if self.raw is None else self.raw
             value = self.problem.value(tried)
         value = value if math.isfinite(value) else math.inf
         if value < min(self.values, default=math.inf):
@@ -84,15 +84,24 @@ class Cell(Part):
         self.values.append(value)
         return value
 
+    def _drawn(self, number: int) -> torch.Tensor:
+        """Random hyperparameters, by the seed and the trial alone: scouts are a random search."""
+        generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + number)
+        return self.problem.draw(generator, shared=self.arm == "shared")
+
     def _update(self, number: int) -> tuple[torch.Tensor, float]:
         """The loss at the present hyperparameters, which then follow its gradient."""
         c, problem = self.config, self.problem
-        tried = problem.start if self.raw is None else self.raw
+        several = number < c.each * c.starts
+        if self.raw is None or (number <= c.each * c.starts and number % c.each == 0):
+            self.raw, self.meta = self._start(number // c.each if several else None), None
+        tried = self.raw
         problem.set(tried)
         meta = torch.optim.Adam([problem.raw], betas=(0.8, 0.9))
         if self.meta is not None:
             meta.load_state_dict(self.meta)
-        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * number / c.updates)
+        since = number % c.each if several else number
+        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * since / c.updates)
         try:
             (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
         except DivergedError:
@@ -102,6 +111,14 @@ class Cell(Part):
         problem.clamp()
         self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
         return tried, loss.item()
+
+    def _start(self, place: int | None) -> torch.Tensor:
+        """The scout in this place, from the best on; without a place, the best of all trials."""
+        scouts = self.values[: self.config.scouts]
+        if place is None or not scouts:
+            return self.problem.start if self.best is None else self.best
+        number = sorted(range(len(scouts)), key=scouts.__getitem__)[place]
+        return self._drawn(number)
 
     def _record(self) -> dict[str, Any]:
         if self.best is None:

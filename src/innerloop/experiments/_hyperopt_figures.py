@@ -36,8 +36,7 @@ def search(config: Any, records: list[dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     for k, arm in enumerate(arm for arm in ABOUT if _of(records, arm)):
         traces = numpy.array([r["least"] for r in _of(records, arm)], dtype=float)
-        cost = config.cost if arm == "gradient" else 1
-        x = cost * numpy.arange(1, traces.shape[1] + 1)
+        x = numpy.cumsum(config.costs if arm == "gradient" else [1] * traces.shape[1])
         middle, spread = traces.mean(0), traces.std(0)
         axes.plot(x, middle, color=f"C{k}", label=ABOUT[arm])
         axes.fill_between(x, middle - spread, middle + spread, color=f"C{k}", alpha=0.15)

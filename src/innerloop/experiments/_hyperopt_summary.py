@@ -32,14 +32,16 @@ def summary(config: Any, records: list[dict[str, Any]], problem: Problem) -> dic
     plain = [name for name, value in by_arm["references"][0].items() if isinstance(value, dict)]
     rows = {arm: _columns(found) for arm, found in by_arm.items() if arm != "references"}
     rows |= {name: _columns([r[name] for r in by_arm["references"]]) for name in plain}
-    spent = {arm: [r["cpu"] for r in by_arm[arm]] for arm in ABOUT if arm in by_arm}
-    each = {arm: mean(spent[arm]) / config.arms[arm] for arm in spent}
+    spent = {arm: [sum(r["cpu"]) for r in by_arm[arm]] for arm in ABOUT if arm in by_arm}
+    updates = slice(config.scouts, config.scouts + config.updates)
+    update = mean(second for r in by_arm["gradient"] for second in r["cpu"][updates])
+    training = mean(second for r in by_arm["random"] for second in r["cpu"])
     found = {
         "hyperparameters": problem.raw.numel(),
         "names": names(config.what, problem.inner),
-        "trainings": config.updates * config.cost,
+        "trainings": sum(config.costs),
         "counted_cost": config.cost,
-        "cpu": spent | {"update_by_training": each["gradient"] / each["random"]},
+        "cpu": spent | {"update_by_training": update / training},
         "rows": rows,
         "better": {
             arm: {m: _better(rows["gradient"][m], rows[arm][m], m) for m in MEASURES}
@@ -90,7 +92,8 @@ def told(config: Any, result: dict[str, Any]) -> str:
     low, high = RANGES[config.what]
     lines = [
         f"{config.what} on {config.dataset}: {result['hyperparameters']} numbers in "
-        f"[{low:g}, {high:g}], {config.seeds} seeds, {result['trainings']} trainings' worth each "
+        f"[{low:g}, {high:g}], {config.seeds} seeds, {result['trainings']} trainings' worth each. "
+        f"The gradient: {config.scouts} scouts, {config.updates} updates, one training at the end "
         f"(an update counts as {result['counted_cost']}; "
         f"it took {result['cpu']['update_by_training']:.1f} times the processor's time).",
         "",
@@ -103,7 +106,18 @@ def told(config: Any, result: dict[str, Any]) -> str:
     for arm, counts in result["better"].items():
         told = ", ".join(f"{m.replace('_', ' ')} {counts[m]}" for m in MEASURES)
         lines.append(f"Seeds of {config.seeds} in which the gradient beats {ABOUT[arm]}: {told}.")
+    lines += ["", *_by_seed(config, result["rows"])]
     return "\n".join(lines + _told_cleaned(result))
+
+
+def _by_seed(config: Any, rows: dict[str, Any]) -> list[str]:
+    """The validation losses that were searched for."""
+    seeds = range(config.seed, config.seed + config.seeds)
+    lines = [f"{'Validation loss with seed':36}" + "".join(f"{seed:>8}" for seed in seeds)]
+    for arm in (arm for arm in ABOUT if arm in rows):
+        found = "".join(f"{value:8.4f}" for value in rows[arm]["val_loss"])
+        lines.append(f"{ABOUT[arm]:36}{found}")
+    return lines
 
 
 def _cell(values: list[float], percent: bool) -> str:

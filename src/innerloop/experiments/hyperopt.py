@@ -41,10 +41,14 @@ class Config:
     batch: Annotated[int, "points of a step; all of them if they are fewer"] = 100
     inner_lr: Annotated[float, "learning rate of the training"] = 0.05
     momentum: Annotated[float, "its momentum"] = 0.9
-    updates: Annotated[int, "updates of the hyperparameters by their gradient"] = 30
+    scouts: Annotated[int, "trainings at random points, to start the gradient at the best"] = 30
+    starts: Annotated[
+        int, "how many of the best share half of the updates; the rest go on from the best of all"
+    ] = 2
+    updates: Annotated[int, "updates of the hyperparameters by their gradient"] = 40
     meta_lr: Annotated[
         float, "rate of their Adam at the start, on logarithms; falls to a tenth"
-    ] = 0.6
+    ] = 1.0
     backward: Annotated[str, f"one of {', '.join(BACKWARD)}"] = "tape"
     meta_cost: Annotated[int | None, "trainings that an update counts as (passes over the net)"] = (
         None
@@ -62,7 +66,7 @@ class Config:
         if self.what == "task-weights" and self.dataset != "digits":
             refuse("dataset", self.dataset, "digits with task-weights: the tasks are about digits")
         least = dict.fromkeys(("train", "val", "labelled", "width", "steps", "batch"), 1)
-        least |= {"updates": 1, "seeds": 1}
+        least |= {"scouts": 0, "starts": 1, "updates": 1, "seeds": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
                 refuse(name, getattr(self, name), f"at least {low}")
@@ -74,6 +78,10 @@ class Config:
                 refuse(name, getattr(self, name), "from 0 to below 1")
         if self.what == "task-weights" and self.labelled > self.train:
             refuse("labelled", self.labelled, f"at most the training points, {self.train}")
+        if self.starts > max(self.scouts, 1):
+            refuse("starts", self.starts, f"at most the scouts, {self.scouts}, or 1")
+        if self.starts > 1 and self.each < 1:
+            refuse("starts", self.starts, f"at most half of the updates, {self.updates}")
         if self.meta_cost is not None and self.meta_cost < 1:
             refuse("meta_cost", self.meta_cost, "at least 1")
 
@@ -98,10 +106,20 @@ class Config:
         return 3 + again
 
     @property
+    def each(self) -> int:
+        """Updates from each of several starts; from a single one they all are."""
+        return self.updates if self.starts == 1 else self.updates // 2 // self.starts
+
+    @property
+    def costs(self) -> list[int]:
+        """What each trial of the gradient counts as: scouts, updates, the point they end at."""
+        return [1] * self.scouts + [self.cost] * self.updates + [1]
+
+    @property
     def arms(self) -> dict[str, int]:
         """Units of work of each way to search, for one seed."""
-        trials = self.updates * self.cost
-        arms = {"references": 1, "gradient": self.updates, "random": trials}
+        trials = sum(self.costs)
+        arms = {"references": 1, "gradient": len(self.costs), "random": trials}
         # Equal weights for all points are those of a plain training: nothing to search.
         return arms if self.what == "example-weights" else arms | {"shared": trials}
 
@@ -110,12 +128,17 @@ _OF_WHAT: dict[str, dict[str, Any]] = {
     "weight-decay": {},
     "label-smoothing": {"noise": 0.2, "train": 200},
     "augmentation": {},
-    "example-weights": {"noise": 0.4, "train": 300, "val": 200},
+    # Of hundreds of numbers no random draw is a good start.
+    "example-weights": {"noise": 0.4, "train": 300, "val": 200, "meta_lr": 0.6}
+    | {"scouts": 0, "starts": 1, "updates": 30},
     "task-weights": {"train": 300},
 }
 _CIFAR: dict[str, Any] = {"train": 500, "val": 500, "width": 16, "batch": 50, "steps": 80}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "quick": {"digits": {}, "cifar10": _CIFAR | {"updates": 10, "seeds": 3}},
+    "quick": {
+        "digits": {},
+        "cifar10": _CIFAR | {"scouts": 8, "starts": 1, "updates": 10, "seeds": 3},
+    },
     "paper": {
         "digits": {"steps": 200, "updates": 100},
         "cifar10": _CIFAR
@@ -145,6 +168,7 @@ class Search(Parts):
     def __init__(self, config: Config) -> None:
         self.config = config
         self._pictures = pictures(config.dataset, config.data)
+        self._digest = digest(*(part for part in self._pictures if part is not None))
         self._problems: dict[int, Problem] = {}
         seeds = range(config.seed, config.seed + config.seeds)
         self.cells = [(seed, arm) for seed in seeds for arm in config.arms]
@@ -153,8 +177,7 @@ class Search(Parts):
 
     @property
     def source(self) -> str:
-        train, test = self._pictures
-        return f"{self.config.dataset} ({digest(*(p for p in (train, test) if p is not None))})"
+        return f"{self.config.dataset} ({self._digest})"
 
     def make(self, number: int) -> Part:
         seed, arm = self.cells[number]
