@@ -128,6 +128,18 @@ def test_a_run_goes_on_with_data_that_moved(tmp_path: Path) -> None:
     assert sweep.Job(folder, ["--seed", "0"]).words == ["--resume", str(folder)]
 
 
+def test_how_many_checkpoints_the_runs_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert listed(tmp_path, "--keep", "3") == 0
+    folder = begin(tmp_path)
+    assert listed(tmp_path, "--keep", "4") == 0
+    assert sweep.Job(folder, ["--keep", "4"]).words == ["--resume", str(folder), "--keep", "4"]
+    assert sweep.Job(tmp_path, ["--keep", "4"]).words[:2] == ["--keep", "4"]
+    assert listed(tmp_path, "--keep", "0") == 2
+    assert "--keep 0 cannot be" in capsys.readouterr().err
+
+
 def test_a_setting_that_is_newer_than_the_run_had_its_default(tmp_path: Path) -> None:
     path = begin(tmp_path) / "config.json"
     config = json.loads(path.read_text())
