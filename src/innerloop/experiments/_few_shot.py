@@ -211,8 +211,8 @@ class FewShot:
         if type(self.optimizer) is not torch.optim.Adam:  # AdamW is a subclass
             return
         for p in self.model.parameters():
-            known = self.meta_optimizer.state.get(p)
-            if known:
+            self.optimizer.state.pop(p, None)  # of another epoch, if this one has none
+            if known := self.meta_optimizer.state.get(p):
                 self.optimizer.state[p] = {name: value.clone() for name, value in known.items()}
 
 
