@@ -240,6 +240,15 @@ def test_a_run_that_is_told_while_it_starts_has_stopped(
     assert [kind for _, kind in sweep.outcomes(each, 2)] == ["stopped"] * 3
 
 
+@pytest.mark.parametrize("words", [["--data", "d"], ["--inner-lr=1"], ["--keep", "3"]])
+def test_flags_of_runs_before_the_dashes_are_shown_their_place(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", *GRID, *words])
+    assert capsys.readouterr().err.startswith(f"{words[0]} is for every run. Write it at the end")
+
+
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "maml" in capsys.readouterr().out

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from innerloop import data
 from innerloop.errors import InnerLoopError
@@ -34,7 +34,7 @@ from innerloop.experiments._command_line import (
     program,
     refuse,
 )
-from innerloop.experiments._experiment import STOPPED, absolute
+from innerloop.experiments._experiment import STOPPED, WRONG, absolute
 from innerloop.experiments._found_runs import decisive, read_result
 from innerloop.experiments._run import Run, Stop, stoppable
 
@@ -256,8 +256,19 @@ def _why(job: Job) -> str:
     return ""
 
 
+class _SweepParser(Parser):
+    """Says of a flag of ``innerloop maml`` where it stands."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        of_maml = {"--keep", *(flag(field.name) for field in dataclasses.fields(maml.Config))}
+        if found := [word for word in unknown if word.partition("=")[0] in of_maml]:
+            self.exit(WRONG, f"{found[0]} is for every run. Write it at the end, after --.\n")
+        super().error(message)
+
+
 def _parser() -> Parser:
-    parser = Parser("innerloop sweep", description=__doc__)
+    parser = _SweepParser("innerloop sweep", description=__doc__)
     for name, default in _GRID.items():
         kind, shown = type(default[0]), " ".join(map(str, default))
         parser.add_argument(flag(name), nargs="+", type=kind, default=default, help=shown)
