@@ -1,5 +1,6 @@
 """Omniglot, mini-ImageNet, CIFAR-10 and folders: official layouts, real files, damaged files."""
 
+import gzip
 import io
 import json
 import os
@@ -317,6 +318,24 @@ def test_a_plain_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
     path.write_bytes(content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :])
     with pytest.raises(InnerLoopError, match=r"pictures.tar.*damaged"):
         folder(path)
+
+
+def test_a_packed_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
+    plain = datasets.write_tar(tmp_path / "plain.tar", datasets.folder_files())
+    content, path = plain.read_bytes(), tmp_path / "pictures.tar.gz"
+    with tarfile.open(plain) as archive:
+        ends = [member.offset for member in archive]
+    damaged = content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :]
+    for tar in (content[: ends[3]], content[: ends[-1]], damaged):
+        path.write_bytes(gzip.compress(tar))
+        with pytest.raises(InnerLoopError, match=r"pictures.tar.gz.*cut off or damaged"):
+            folder(path)
+    packed = gzip.compress(content)
+    path.write_bytes(packed[:-8] + bytes(4) + packed[-4:])  # another checksum
+    with pytest.raises(InnerLoopError, match=r"pictures.tar.gz.*CRC"):
+        folder(path)
+    path.write_bytes(packed)
+    assert len(folder(path).train)
 
 
 def test_cifar10_archive_and_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -194,6 +195,28 @@ def test_inner_adam_starts_from_the_outer_moments() -> None:
     assert (learner.probabilities(episode) - before).abs().max() > 1e-3
 
 
+def test_only_inner_adam_does() -> None:
+    training = maml.Training(maml.Config(model="mlp", filters=6, tasks=2, inner_optim="adamw"))
+    learner, episode = training.learner, training.sampler.sample()
+    learner.update(episode, [0.0] * 4 + [1.0], first_order=False)
+    learner.probabilities(episode)
+    assert not any(learner.optimizer.state.values())
+
+
+def test_an_epoch_without_moments_is_measured_without() -> None:
+    """All its updates may have been left out."""
+    training = maml.Training(maml.Config(model="mlp", filters=6, tasks=2, inner_optim="adam"))
+    learner, episode = training.learner, training.sampler.sample()
+    learned = {name: value.clone() for name, value in learner.inner.state_dict().items()}
+    moments = copy.deepcopy(learner.meta_optimizer.state_dict())
+    cold = learner.probabilities(episode)
+    for _ in range(2):
+        learner.update(episode, [0.0] * 4 + [1.0], first_order=False)
+    learner.inner.load_state_dict(learned)
+    learner.meta_optimizer.load_state_dict(moments)
+    assert torch.equal(learner.probabilities(episode), cold)
+
+
 def test_the_result_is_the_mean_prediction_of_the_best_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +298,7 @@ def test_weights_of_steps() -> None:
         (["--preset", "papr"], "paper"),
         (["--backward", "taped"], "tape"),
         (["--learn-betas"], "sgd"),
+        (["--learn-betas", "--inner-optim", "adamw"], "adamw. It is for --inner-optim adam,"),
         (["--device", "nowhere"], "device"),
         (["--resume", "no-such-folder"], "no-such-folder"),
         (["--inner-optm", "sgd"], "--inner-optim"),

@@ -140,6 +140,23 @@ def test_folder_and_device_are_no_settings(tmp_path):
     assert next(iter(found.values())).seeds == 2 and not remarks
 
 
+def test_each_of_the_betas_has_an_axis_of_its_own(tmp_path):
+    betas = [[[b, 0.99 + b / 100] for b in (0.9, c, 0.92)] for c in (0.90, 0.91)]
+    metrics = [records(2, betas=one)[k] for k, one in enumerate(betas)]
+    (run,) = read_runs([make(tmp_path / "a", metrics=metrics, inner_optim="adam")])[0]
+    shown = figures.learned(run, "a")["betas"]
+    assert re.search(r">0\.999\d+<", shown) and re.search(r">0\.91\d*<", shown)
+
+
+def test_a_setting_that_is_newer_than_a_run_is_no_other_one(tmp_path):
+    make(tmp_path / "a", seed=0)
+    make(tmp_path / "b", seed=1, size=None, clip=None)
+    make(tmp_path / "c", seed=2, clip=10.0)
+    found, remarks = means(tmp_path)
+    assert next(iter(found.values())).seeds == 2
+    assert [r.folder.name for r in remarks] == ["c"]
+
+
 def test_runs_on_a_part_of_the_data_are_told_apart(tmp_path):
     whole = {"train": 38_400, "val": 9_600, "test": 12_000}
     part = {name: count // 6 for name, count in whole.items()}

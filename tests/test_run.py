@@ -90,6 +90,14 @@ def test_fewer_checkpoints_are_kept_from_now_on(tmp_path: Path) -> None:
     assert len(run._checkpoints()) == 2
 
 
+def test_all_checkpoints_may_be_kept(tmp_path: Path) -> None:
+    run = folder_of(tmp_path)
+    run.keep = 10**12
+    for number in range(4):
+        run.save({"number": number})
+    assert len(run._checkpoints()) == 4
+
+
 def test_no_checkpoint_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sine", "--keep", "0"]) == 2
     assert "--keep 0 cannot be" in capsys.readouterr().err
@@ -376,8 +384,10 @@ def test_pictures_that_cannot_be_written_are_told(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sine.Comparison, "draw", full)
-    assert main([*TINY, "--out", str(tmp_path / "run")]) == WRONG
-    assert "No space left" in capsys.readouterr().err
+    run = tmp_path / "my run"
+    assert main([*TINY, "--out", str(run)]) == WRONG
+    said = capsys.readouterr().err
+    assert "No space left" in said and said.endswith(f" --resume '{run}'.\n")
 
 
 def test_a_preset_beside_a_run_to_go_on_with_is_refused(

@@ -128,6 +128,18 @@ def test_a_run_goes_on_with_data_that_moved(tmp_path: Path) -> None:
     assert sweep.Job(folder, ["--seed", "0"]).words == ["--resume", str(folder)]
 
 
+def test_how_many_checkpoints_the_runs_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert listed(tmp_path, "--keep", "3") == 0
+    folder = begin(tmp_path)
+    assert listed(tmp_path, "--keep", "4") == 0
+    assert sweep.Job(folder, ["--keep", "4"]).words == ["--resume", str(folder), "--keep", "4"]
+    assert sweep.Job(tmp_path, ["--keep", "4"]).words[:2] == ["--keep", "4"]
+    assert listed(tmp_path, "--keep", "0") == 2
+    assert "--keep 0 cannot be" in capsys.readouterr().err
+
+
 def test_a_setting_that_is_newer_than_the_run_had_its_default(tmp_path: Path) -> None:
     path = begin(tmp_path) / "config.json"
     config = json.loads(path.read_text())
@@ -235,6 +247,15 @@ def test_a_sweep_is_no_group_of_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert listed(tmp_path, *SMALL) == 2
     assert "Start it without torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--data", "d"], ["--inner-lr=1"], ["--keep", "3"]])
+def test_flags_of_runs_before_the_dashes_are_shown_their_place(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", *GRID, *words])
+    assert capsys.readouterr().err.startswith(f"{words[0]} is for every run. Write it at the end")
 
 
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 from innerloop.data._refusal import reading, refused
 from innerloop.errors import InnerLoopError
@@ -47,13 +47,10 @@ def opened(path: Path, expected: str) -> Iterator[Source]:
     with reading(path, expected):
         if path.is_dir():
             yield Folder(path)
-        elif path.name.endswith((".tar.gz", ".tgz")):
-            with tarfile.open(path, "r:gz") as archive:
-                yield Tar(path, archive, expected)
-        elif path.name.endswith(".tar"):
-            with tarfile.open(path, "r:") as archive:
+        elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
+            with tarfile.open(path, "r:" if path.suffix == ".tar" else "r:gz") as archive:
                 source = Tar(path, archive, expected)
-                _check_end(path, archive.offset)
+                _check_end(archive)
                 yield source
         else:
             with zipfile.ZipFile(path) as archive:
@@ -176,12 +173,14 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_end(path: Path, end: int) -> None:
-    """A tar ends in zeros. One that is cut off between two files has fewer, and no checksum."""
-    with path.open("rb") as file:
-        file.seek(end)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise EOFError(f"the archive is cut off or damaged after {end} bytes")
+def _check_end(archive: tarfile.TarFile) -> None:
+    """A tar ends in zeros. Python's reader takes a cut or a broken header for the end as well."""
+    file: Any = archive.fileobj
+    file.seek(archive.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise EOFError(f"the archive is cut off or damaged after {archive.offset} bytes")
+    while file.read(CHUNK):  # at its end gzip compares checksums
+        pass
 
 
 def _below(folder: Path, above: set[Path]) -> Iterator[tuple[Path, bool]]:

@@ -199,7 +199,7 @@ def carry_out(
                     experiment.draw(folder, result)
                 run.write_json(RESULT, result)  # the last file: with it, a run is finished
         except OSError as error:
-            raise InnerLoopError(unwritable(run.folder, error)) from error
+            raise InnerLoopError(unwritable(run.folder, "", error)) from error
     return result
 
 

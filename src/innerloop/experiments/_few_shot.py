@@ -208,11 +208,11 @@ class FewShot:
 
     def _warm(self) -> None:
         """Inner Adam starts from the outer Adam's statistics, as the paper does."""
-        if not isinstance(self.optimizer, torch.optim.Adam):
+        if type(self.optimizer) is not torch.optim.Adam:  # AdamW is a subclass
             return
         for p in self.model.parameters():
-            known = self.meta_optimizer.state.get(p)
-            if known:
+            self.optimizer.state.pop(p, None)  # of another epoch, if this one has none
+            if known := self.meta_optimizer.state.get(p):
                 self.optimizer.state[p] = {name: value.clone() for name, value in known.items()}
 
 

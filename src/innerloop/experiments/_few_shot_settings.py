@@ -87,8 +87,8 @@ class Config:
             refuse("meta_lr_end", self.meta_lr_end, f"at most the meta rate, {self.meta_lr}")
         if self.learn_betas and self.inner_optim != "adam":
             raise InnerLoopError(
-                f"--learn-betas cannot be with --inner-optim {self.inner_optim}, which has none. "
-                "It is for --inner-optim adam."
+                f"--learn-betas cannot be with --inner-optim {self.inner_optim}. It is for "
+                "--inner-optim adam, whose betas the paper learns."
             )
         check_seed(self.seed)
         check_device(self.device)

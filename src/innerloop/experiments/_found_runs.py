@@ -78,7 +78,9 @@ class FoundRun(NamedTuple):
     @property
     def settings(self) -> str:
         """What, besides the seed, decides the result; equal for runs that may be averaged."""
-        rest = {name: value for name, value in decisive(self.config).items() if name != "seed"}
+        # One that is not set is as one that an older version did not have.
+        known = decisive(self.config).items()
+        rest = {name: v for name, v in known if name != "seed" and v is not None}
         if self.result is not None:
             rest["pictures"] = self.result.pictures
         return json.dumps(rest, sort_keys=True)

@@ -110,7 +110,8 @@ def _learned_figure(epochs: list[int], panels: numpy.ndarray, setting: str, name
     kind = "beta" if setting == "betas" else "step"
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(max(5, 2.6 * count), 2.8), layout="constrained")
-        panes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+        alike = setting != "betas"  # the second one moves in thousandths
+        panes = figure.subplots(1, count, sharey=alike, squeeze=False)[0]
         panes[0].set_ylabel(_plain(setting))
         for k, axes in enumerate(panes):
             for line in shown:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -50,8 +51,8 @@ class Run:
         """A run that is there already is not written over."""
         if self.known:
             raise InnerLoopError(
-                f"{self.folder} holds a run already. Continue it with --resume {self.folder}, or "
-                "name another folder with --out."
+                f"{self.folder} holds a run already. Continue it with --resume "
+                f"{shlex.quote(str(self.folder))}, or name another folder with --out."
             )
 
     def start(self, config: dict[str, Any], launch: str = "") -> None:
@@ -165,30 +166,32 @@ class Run:
         try:
             # A damaged one must not take the place of the whole one before it.
             if os.path.lexists(current) and _whole(_content(current)) is not None:
-                for age in range(self.keep - 1, 0, -1):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.replace(self._checkpoint(age - 1), self._checkpoint(age))
+                for age in reversed(self._ages()):
+                    if age + 1 < self.keep:
+                        os.replace(self._checkpoint(age), self._checkpoint(age + 1))
             os.replace(aside, current)
-            for path in self._checkpoints():
-                if path not in map(self._checkpoint, range(self.keep)):
-                    path.unlink()
+            for age in self._ages():
+                if age >= self.keep:
+                    self._checkpoint(age).unlink()
             _sync(self.folder)
         except OSError as error:
-            raise InnerLoopError(unwritable(current, error)) from error
+            raise InnerLoopError(unwritable(self.folder, CHECKPOINT, error)) from error
 
     def _checkpoint(self, age: int) -> Path:
         path = self.folder / CHECKPOINT
         return path.with_stem(f"{path.stem}-{age}") if age else path
 
+    def _ages(self) -> list[int]:
+        """Of the checkpoints that are there, the newest first: only these, however many to keep."""
+        stem, suffix = CHECKPOINT.split(".")
+        older = self.folder.glob(f"{stem}-*.{suffix}")
+        named = [path.stem.removeprefix(f"{stem}-") for path in older]
+        ages = sorted({0, *(int(age) for age in named if age.isdecimal())})
+        return [age for age in ages if os.path.lexists(self._checkpoint(age))]
+
     def _checkpoints(self) -> list[Path]:
         """Those that are there, the newest first."""
-        stem, suffix = CHECKPOINT.split(".")
-        older = {
-            path.stem.removeprefix(f"{stem}-"): path
-            for path in self.folder.glob(f"{stem}-*.{suffix}")
-        }
-        ages = sorted(int(age) for age in older if age.isdecimal())
-        return [path for path in map(self._checkpoint, (0, *ages)) if os.path.lexists(path)]
+        return [self._checkpoint(age) for age in self._ages()]
 
     def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
         """The newest state that is whole, or ``None`` if there is none.
@@ -242,14 +245,14 @@ class Run:
             os.replace(aside, self.folder / name)
             _sync(self.folder)
         except OSError as error:
-            raise InnerLoopError(unwritable(self.folder / name, error)) from error
+            raise InnerLoopError(unwritable(self.folder, name, error)) from error
 
     def _aside(self, name: str, data: bytes) -> str:
         """Write to a file beside the one of this name, and sync it."""
         try:
             handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
         except OSError as error:
-            raise InnerLoopError(unwritable(self.folder / name, error)) from error
+            raise InnerLoopError(unwritable(self.folder, name, error)) from error
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -260,7 +263,7 @@ class Run:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
             if isinstance(error, OSError):
-                raise InnerLoopError(unwritable(self.folder / name, error)) from error
+                raise InnerLoopError(unwritable(self.folder, name, error)) from error
             raise
         return aside
 
@@ -298,10 +301,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def unwritable(path: Path, error: OSError) -> str:
+def unwritable(folder: Path, name: str, error: OSError) -> str:
+    """What to do when a file of a run cannot be written, or with no name, any of them."""
     return (
-        f"{path} cannot be written: {error}. What was written before is whole. Make room, "
-        f"then go on with --resume {path.parent}."
+        f"{folder / name} cannot be written: {error}. What was written before is whole. Make room, "
+        f"then go on with --resume {shlex.quote(str(folder))}."
     )
 
 

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from innerloop import data
 from innerloop.errors import InnerLoopError
@@ -34,7 +34,7 @@ from innerloop.experiments._command_line import (
     program,
     refuse,
 )
-from innerloop.experiments._experiment import STOPPED, absolute
+from innerloop.experiments._experiment import STOPPED, WRONG, absolute
 from innerloop.experiments._found_runs import decisive, read_result
 from innerloop.experiments._ranks import refuse_group
 from innerloop.experiments._run import Run, Stop, stoppable
@@ -47,6 +47,7 @@ _GRID = {
     "inner_optim": ["sgd", "adam"],
     "seed": [0, 1, 2],
 }
+_CHANGEABLE = ("data", "keep")
 _ENGINES = ("local", "ray")
 _RAY = _ray_engine.Cluster._field_defaults
 _GLANCE = 0.5  # seconds between two looks at whether a stop was asked for
@@ -71,16 +72,17 @@ class Job(NamedTuple):
     def words(self) -> list[str]:
         """What follows after ``innerloop maml``: a start, or going on."""
         if self.begun:
-            return ["--resume", str(self.folder), *self._data]
+            return ["--resume", str(self.folder), *self._changeable]
         return [*self.flags, "--out", str(self.folder)]
 
     @property
-    def _data(self) -> list[str]:
-        """The flag for the folder of the data, which may have moved since the start."""
+    def _changeable(self) -> list[str]:
+        """The flags that may be others than at the start: data moves."""
         parser = Parser("innerloop sweep")
-        parser.add_argument("--data")
-        named = parser.parse_known_args(self.flags)[0].data
-        return [] if named is None else ["--data", named]
+        for name in _CHANGEABLE:
+            parser.add_argument(flag(name))
+        named = vars(parser.parse_known_args(self.flags)[0])
+        return [w for name in _CHANGEABLE if named[name] for w in (flag(name), named[name])]
 
     @property
     def command(self) -> list[str]:
@@ -107,9 +109,12 @@ def jobs(out: Path, chosen: dict[str, list], preset: str, extra: Sequence[str]) 
 def _check_extra(extra: Sequence[str]) -> None:
     """Refuse what the sweep itself decides: a folder's name would not say what is in it."""
     parser = Parser("innerloop sweep")
-    parser.add_argument("--preset")
-    parser.add_argument("--resume")
+    for name in ("preset", "resume"):
+        parser.add_argument(flag(name))
+    parser.add_argument("--keep", type=int)
     given = parse(maml.Config, extra, parser)
+    if given["keep"] is not None and given["keep"] < 1:
+        refuse("keep", given["keep"], "at least 1")
     if given["resume"] is not None:
         refuse("resume", given["resume"], "left out: a sweep goes on with what is in --out")
     for name in (*_GRID, "out", "preset"):
@@ -128,8 +133,10 @@ def _check(each: Sequence[Job]) -> None:
 def _config(job: Job) -> maml.Config:
     parser = Parser("innerloop sweep")
     parser.add_argument("--preset")
+    parser.add_argument("--keep")
     given = parse(maml.Config, job.flags, parser)
-    return maml.configured({k: v for k, v in given.items() if k != "preset"}, given["preset"])
+    preset, _ = given.pop("preset"), given.pop("keep")
+    return maml.configured(given, preset)
 
 
 def _check_possible(each: Sequence[Job]) -> None:
@@ -250,8 +257,19 @@ def _why(job: Job) -> str:
     return ""
 
 
+class _SweepParser(Parser):
+    """Says of a flag of ``innerloop maml`` where it stands."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        of_maml = {"--keep", *(flag(field.name) for field in dataclasses.fields(maml.Config))}
+        if found := [word for word in unknown if word.partition("=")[0] in of_maml]:
+            self.exit(WRONG, f"{found[0]} is for every run. Write it at the end, after --.\n")
+        super().error(message)
+
+
 def _parser() -> Parser:
-    parser = Parser("innerloop sweep", description=__doc__)
+    parser = _SweepParser("innerloop sweep", description=__doc__)
     for name, default in _GRID.items():
         kind, shown = type(default[0]), " ".join(map(str, default))
         parser.add_argument(flag(name), nargs="+", type=kind, default=default, help=shown)
