@@ -158,7 +158,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--noise", "1"], "below 1"),
         (["--inner-lr", "nan"], "above 0"),
         (["--updates", "0"], "at least 1"),
-        (["--scouts", "1"], "at most the scouts"),
+        (["--scouts", "1", "--starts", "2"], "at most the scouts"),
         (["--starts", "3", "--updates", "5"], "half of the updates"),
         (["--train", "1500"], "--train"),
         (["--meta-cost", "0"], "at least 1"),
@@ -227,6 +227,13 @@ def test_the_gradient_starts_at_the_best_scouts_and_goes_on_from_the_best_of_all
     # The point after the last update is measured too.
     last = cell.raw
     assert last is not None and cell.trial(13) == problem.value(last)
+
+
+@pytest.mark.parametrize(
+    ("given", "starts"), [({}, 2), ({"updates": 3}, 1), ({"updates": 4}, 2), ({"scouts": 0}, 1)]
+)
+def test_fewer_scouts_or_updates_have_fewer_starts(given: dict[str, int], starts: int) -> None:
+    assert hyperopt.configured(given, "quick").starts == starts
 
 
 def test_without_scouts_it_starts_in_the_middle() -> None:

@@ -157,7 +157,12 @@ def configured(given: dict[str, Any], preset: str) -> Config:
     own = _OF_WHAT[what]
     if dataset == "cifar10":
         own = {name: value for name, value in own.items() if name == "noise"}
-    return Config(**{**PRESETS[preset][dataset], **own, **given})
+    values = {**PRESETS[preset][dataset], **own, **given}
+    if "starts" not in given:  # fewer scouts or updates have fewer of them
+        names = ("starts", "scouts", "updates")
+        starts, scouts, updates = (values.get(name, getattr(Config, name)) for name in names)
+        values["starts"] = max(1, min(starts, scouts, updates // 2))
+    return Config(**values)
 
 
 class Search(Parts):
