@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments import maml_rl, sine
-from innerloop.experiments._command_line import program
+from innerloop.experiments._command_line import as_json, from_json, program
 from innerloop.experiments._experiment import STOPPED, WRONG, carry_out
 from innerloop.experiments._run import Run
 
@@ -422,6 +422,29 @@ def test_values_that_cannot_be_are_refused(
     assert main([*words, "--out", str(tmp_path / "run")]) == WRONG
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["maml", "--out", ""],
+        ["maml", "--data="],
+        ["maml", "--resume", ""],
+        ["sweep", "--out", ""],
+        ["report", ""],
+        ["data", "fetch", "omniglot", "--data", ""],
+    ],
+)
+def test_empty_paths_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "it is empty" in capsys.readouterr().err
+
+
+def test_empty_paths_of_a_configuration_are_refused() -> None:
+    with pytest.raises(InnerLoopError, match="out = '', which is not a path"):
+        from_json(sine.Config, as_json(sine.Config()) | {"out": ""})
 
 
 def test_flags_are_not_guessed_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,8 +118,15 @@ def _whole(text: str) -> int:
     return value
 
 
+def place(text: str) -> Path:
+    """A path that was written. An empty one would mean the folder one happens to be in."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty. Write a path, or . for this folder")
+    return Path(text)
+
+
 _LARGEST = 10**30
-_KINDS: dict[Any, Any] = {int: _whole}
+_KINDS: dict[Any, Any] = {int: _whole, Path: place}
 _whole.__name__ = "int"  # in messages of argparse
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
@@ -163,11 +170,13 @@ def _fits(value: Any, hint: Any) -> bool:
         return False
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is (str if kind is Path else kind)
+    if kind is Path:
+        return type(value) is str and value != ""
+    return type(value) is kind
 
 
 def _described(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    names = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
     return names.get(_without_none(hint), "a text")
 
 

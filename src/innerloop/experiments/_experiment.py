@@ -20,6 +20,7 @@ from innerloop.experiments._command_line import (
     flag,
     from_json,
     parse,
+    place,
     program,
     refuse,
 )
@@ -216,7 +217,7 @@ def command(
     parser = Parser(f"innerloop {name}", description=about)
     parser.add_argument("--preset", help="paper or quick (quick)")
     parser.add_argument(
-        "--resume", type=Path, metavar="PATH", help="go on with the run in a folder"
+        "--resume", type=place, metavar="PATH", help="go on with the run in a folder"
     )
     parser.add_argument("--keep", type=int, metavar="N", help=f"checkpoints to keep ({KEPT})")
     given = parse(config, argv, parser)

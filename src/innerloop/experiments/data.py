@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -12,14 +11,14 @@ from tqdm import tqdm
 from innerloop.data import fetch
 from innerloop.data.fetch import SOURCES
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import Parser
+from innerloop.experiments._command_line import Parser, place
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("innerloop data", description=__doc__)
     parser.add_argument("action", choices=["fetch"])
     parser.add_argument("name", choices=sorted(SOURCES))
-    parser.add_argument("--data", type=Path, help="where to put it (default: INNERLOOP_DATA)")
+    parser.add_argument("--data", type=place, help="where to put it (default: INNERLOOP_DATA)")
     args = parser.parse_args(argv)
     bars: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._command_line import Parser
+from innerloop.experiments._command_line import Parser, place
 from innerloop.experiments._compared import NOTE, Table, appendix, averaged, table_1
 from innerloop.experiments._found_runs import FoundRun, Remark, read_runs
 from innerloop.experiments._report_figures import series
@@ -91,9 +91,9 @@ def _write(out: Path, html: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it from the command line. The exit code is 1 if there was no run to report."""
     parser = Parser("innerloop report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=place, metavar="RUNS", help="folders of runs")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/report.html"), help="the page (out/report.html)"
+        "--out", type=place, default=Path("out/report.html"), help="the page (out/report.html)"
     )
     args = parser.parse_args(argv)
     try:

@@ -31,6 +31,7 @@ from innerloop.experiments._command_line import (
     check_choice,
     flag,
     parse,
+    place,
     program,
     refuse,
 )
@@ -274,7 +275,7 @@ def _parser() -> Parser:
         kind, shown = type(default[0]), " ".join(map(str, default))
         parser.add_argument(flag(name), nargs="+", type=kind, default=default, help=shown)
     parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
-    parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder of the runs")
+    parser.add_argument("--out", type=place, default=Path("out/sweep"), help="folder of the runs")
     parser.add_argument("--list", action="store_true", help="show the runs and do nothing")
     parser.add_argument("--engine", default="local", help="local or ray (local)")
     parser.add_argument("--jobs", type=int, help="local: runs side by side (one for each core)")
