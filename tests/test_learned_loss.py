@@ -375,12 +375,24 @@ def test_an_update_after_which_nets_diverge_is_undone() -> None:
     assert all(torch.equal(found[name], good[name]) for name in good if "extra" not in name)
 
 
+def test_neither_loss_moves_a_net_further_than_the_longest_gradient() -> None:
+    """Whatever the loss is: a weight moves by at most the rate times the norm."""
+    cell = Cell(Config(problem="sines", steps=2, tasks=2, inner_clip=0.5), "sines", 0)
+    tasks = cell._begun(torch.Generator().manual_seed(0), 2, 1)
+    for loss in (cell.criterion, cell.problem.task_loss):
+        watched = learned_loss_cell._Watched(loss, cell.problem.error)
+        inner = cell._loop(0.1, watched)
+        for adapted in inner.adapt([(cell._batch(tasks.support, 0), tasks.query)], tasks=True):
+            moved = torch.cat([p.flatten() for p in adapted.params.values()]).norm()
+            torch.testing.assert_close(moved.item(), 0.05, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("name", ["sines", "digits"])
 def test_what_came_before_a_net_diverged_counts(name: str) -> None:
     """The loss is good for two steps, then tears the net apart."""
     if name == "digits":
         pytest.importorskip("sklearn")
-    cell = Cell(Config(steps=2, horizon=6, held_out=2), name, 0)
+    cell = Cell(Config(steps=2, horizon=6, held_out=2, inner_clip=math.inf), name, 0)
     own, steps = cell.problem.task_loss, []
 
     def late(model: nn.Module, batch: tuple[Any, ...]) -> torch.Tensor:
@@ -428,6 +440,7 @@ def test_held_out_digits_are_in_no_training_task() -> None:
         (["--moments", "-1"], "at least 0"),
         (["--seeds", "0"], "at least 1"),
         (["--inner-lr", "nan"], "above 0"),
+        (["--inner-clip", "0"], "above 0"),
         (["--momentum", "1"], "below 1"),
         (["--preset", "papr"], "paper"),
         (["--meta-lrr", "1"], "--meta-lr"),

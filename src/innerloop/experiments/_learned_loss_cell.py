@@ -69,6 +69,7 @@ class Cell(Part):
         self.config, self.name, self.seed = config, name, seed
         self.problem = PROBLEMS[name]
         self.rate = self.problem.rate if config.inner_lr is None else config.inner_lr
+        self.clip = self.problem.clip if config.inner_clip is None else config.inner_clip
         self.reads_input = config.read_input and name == "sines"
         self.criterion = self._criterion()
         watched = _Watched(self.criterion, self.problem.task_loss)
@@ -106,7 +107,9 @@ class Cell(Part):
     def _loop(self, rate: float, loss: _Watched) -> il.InnerLoop:
         net = _Displaced(self.problem.build(0))
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
-        return il.InnerLoop(net, sgd, loss, learn=(), tasks=il.tasks.vmap())
+        # Without it a loss that is learned soon tears some net apart, and no gradient is left.
+        clipped = il.clip_norm(self.clip)
+        return il.InnerLoop(net, sgd, loss, learn=(), grad_transform=clipped, tasks=il.tasks.vmap())
 
     # --- state --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from innerloop.experiments._sines import HIGH, LOW, build_net, draw_sines
 
 _SINE_SHOTS = 100
-_DIGITS_SHOWN, _DIGITS_JUDGED = 50, 200
+_DIGITS_SHOWN, _DIGITS_JUDGED = 50, (50, 200)  # the latter where held out
 _WIDTH = 32
 
 
@@ -49,6 +49,8 @@ class Problem:
     """Of the learned loss."""
     rates: tuple[float, ...]
     """The task's loss is trained with the best of these."""
+    clip: float
+    """The longest inner gradient, with either loss."""
 
 
 def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
@@ -71,7 +73,7 @@ def _digits(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
     """Some images for each task; held-out tasks have images that are in no other."""
     x, y = _digit_images()
     half = len(x) // 2
-    count = _DIGITS_SHOWN + _DIGITS_JUDGED
+    count = _DIGITS_SHOWN + _DIGITS_JUDGED[held_out]
     chosen = [torch.randperm(half, generator=generator)[:count] for _ in range(tasks)]
     rows = torch.stack(chosen) + (half if held_out else 0)
     shown, judged = rows[:, :_DIGITS_SHOWN], rows[:, _DIGITS_SHOWN:]
@@ -109,8 +111,9 @@ PROBLEMS = {
         _squared_error,
         _squared_error,
         "mean squared error",
-        0.02,
-        (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06),
+        0.05,
+        (0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15),
+        3.0,
     ),
     "digits": Problem(
         "classes",
@@ -121,5 +124,6 @@ PROBLEMS = {
         "share of wrong answers",
         0.5,
         (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5),
+        3.0,
     ),
 }
