@@ -47,3 +47,19 @@ def test_the_methods_have_an_example_each():
     others |= {"example_weights", "task_weights", "first"}
     assert {*METHODS} | others == {path.stem for path in EXAMPLES}
     assert all(hasattr(algorithms, name) for name in METHODS)
+
+
+def test_learned_rates_help_the_loop_they_are_shown_in(capsys):
+    """They stay above 0, and the loop ends lower than without the lines that learn them."""
+    path = next(path for path in EXAMPLES if path.stem == "meta_lr")
+    learned = loaded(path)
+    text = path.read_text(encoding="utf-8")
+    plain = {}
+    left_out = ("il.meta_update", "inner.write_to")
+    exec("\n".join(x for x in text.splitlines() if x.strip().split("(")[0] not in left_out), plain)
+    capsys.readouterr()
+    assert plain["optimizer"].param_groups[0]["lr"] == 1e-4
+    rates = [group["lr"] for group in learned.optimizer.param_groups]
+    assert all(rate > 0 for rate in rates) and len(set(rates)) == 4
+    ours, theirs = (m["loss"](m["model"], m["held_out"]) for m in (vars(learned), plain))
+    assert ours < 0.8 * theirs

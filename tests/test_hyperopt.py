@@ -18,7 +18,7 @@ from commands import flags_of, read, untimed
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments import _hyperopt_problem as problems
-from innerloop.experiments import hyperopt
+from innerloop.experiments import _hyperopt_summary, hyperopt
 from innerloop.experiments._hyperopt_cell import Cell
 from innerloop.experiments._hyperopt_data import Points, split
 from innerloop.experiments._hyperopt_losses import changed
@@ -158,6 +158,8 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--noise", "1"], "below 1"),
         (["--inner-lr", "nan"], "above 0"),
         (["--updates", "0"], "at least 1"),
+        (["--seeds", "0"], "from 1"),
+        (["--seeds", "1000000000000"], "from 1"),
         (["--scouts", "1", "--starts", "2"], "at most the scouts"),
         (["--starts", "3", "--updates", "5"], "half of the updates"),
         (["--train", "1500"], "--train"),
@@ -442,3 +444,10 @@ def test_learned_weights_recover_half_of_what_wrong_labels_cost(tmp_path: Path) 
     result = read(tmp_path / "run")
     assert result["recovered_of_mean"] >= 0.5
     assert result["better"]["random"]["val_loss"] == 2
+
+
+def test_one_seed_has_no_spread_and_no_labels_no_weight() -> None:
+    assert _hyperopt_summary._cell([0.5], True) == "50.0 %"
+    assert _hyperopt_summary._cell([1.0, 3.0], False) == "2.000 ± 1.414"
+    assert _hyperopt_summary._mean_told([0.25, None]) == "0.250"
+    assert "none" in _hyperopt_summary._mean_told([None])

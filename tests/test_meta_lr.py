@@ -18,7 +18,7 @@ from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
-from innerloop.experiments import _pictures, meta_lr
+from innerloop.experiments import _meta_lr_figures, _pictures, meta_lr
 from innerloop.experiments._coloured_shapes import coloured_shapes
 from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
 from innerloop.models import DenseNetBC
@@ -324,17 +324,6 @@ def test_wrong_settings_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_example_learns_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_default_dtype(torch.float32)
-    found = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "meta_lr.py"))
-    learned = [group["lr"] for group in found["optimizer"].param_groups]
-    assert len(set(learned)) == 4
-    # Ten updates of Adam, by at most 0.001 each or little more.
-    assert all(0 < abs(rate - 0.01) < 0.012 for rate in learned)
-    assert max(abs(rate - 0.01) for rate in learned) > 2e-3
-    assert len(capsys.readouterr().out.splitlines()) == 10
-
-
 def test_what_is_learned_by_its_logarithm_goes_far_enough() -> None:
     made = cell("meta", learn="lr,momentum", meta_lr=0.02)
     rates = {g["lr"] for g in made.meta_optimizer.param_groups}
@@ -384,6 +373,45 @@ def test_the_environment_says_nothing_of_a_run_that_goes_on(
     assert main(flags(tmp_path / "run", arms="fixed")) == 0
     monkeypatch.setenv("INNERLOOP_DATA", str(tmp_path / "nowhere"))
     assert main(["meta-lr", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_a_run_that_diverges_in_its_last_step_has_no_error() -> None:
+    """The loss is that before the step: it is the predictions that are not finite."""
+    records: list[dict[str, object]] = []
+    made = cell("fixed", epochs=1, lr=1e30)
+    made.steps = 1
+    made.advance(0, records)
+    assert made.diverged and made.error is None
+    assert "diverged" in records[0] and "test_error" not in records[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--lr", "1e-50", "--transform", "log"],
+        ["--momentum", "0.99999999", "--learn", "lr,momentum"],
+        ["--weight-decay", "1e-46", "--learn", "weight_decay"],
+    ],
+)
+def test_what_cannot_be_learned_is_refused_before_other_arms_are_trained(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cell, "advance", lambda *_: pytest.fail("it began to train"))
+    assert main([*flags(tmp_path / "run"), *wrong]) == 2
+
+
+def test_each_of_the_betas_has_a_row_of_its_own() -> None:
+    betas = [[0.9, 0.999], [0.8, 0.998]]
+    records = [
+        {"arm": "meta", "seed": seed, "epoch": epoch, "learned": {"betas": betas, "lr": [0.1, 0.2]}}
+        for seed in range(3)
+        for epoch in (1, 2)
+    ]
+    both = _meta_lr_figures.learned("betas", records).axes
+    assert [axes.get_ylabel() for axes in both] == ["betas[0]", "", "", "betas[1]", "", ""]
+    lines = [line.get_ydata()[0] for line in both[3].get_lines()]
+    assert lines == [0.999, 0.998]
+    assert len(_meta_lr_figures.learned("lr", records).axes) == 3
 
 
 def test_a_meta_update_that_diverges_is_left_out(

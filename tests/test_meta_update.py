@@ -219,13 +219,34 @@ def test_functions_give_new_data_for_every_update():
     assert_close(inner.parameters(), twin.parameters())
 
 
-def test_a_loader_is_read_again_for_every_update():
+def test_a_loader_is_read_once_for_all_updates():
     inner, train, val = built(learn=("lr",))
     twin = copy.deepcopy(inner)
     loader = torch.utils.data.DataLoader(train, batch_size=None)
     first = il.meta_update(inner, loader, val, optim.SGD(inner.parameters(), lr=0.02), updates=3)
     second = il.meta_update(twin, train, val, optim.SGD(twin.parameters(), lr=0.02), updates=3)
     assert_close(first, second)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_draws_none_of_the_random_numbers_of_the_run(shuffle):
+    """But its order is another at every call."""
+    inner, train, val = built(learn=("lr",))
+    orders = []
+
+    class Noted(list):
+        def __getitem__(self, place):
+            orders[-1].append(place)
+            return super().__getitem__(place)
+
+    loader = torch.utils.data.DataLoader(Noted(train * 4), batch_size=None, shuffle=shuffle)
+    meta = optim.SGD(inner.parameters(), lr=0.02)
+    before = torch.get_rng_state()
+    for _ in range(3):
+        orders.append([])
+        il.meta_update(inner, loader, val, meta)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert len({tuple(order) for order in orders}) == (3 if shuffle else 1)
 
 
 def test_a_generator_is_read_once_for_all_updates():

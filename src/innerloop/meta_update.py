@@ -52,7 +52,11 @@ def meta_update(
     True
     """
     phi = _learned(inner, meta_optimizer, updates)
-    train = train if callable(train) else as_batches(train)
+    devices = devices_of(inner.parameters())
+    if not callable(train):
+        with preserved(devices):  # a DataLoader draws a seed even if it does not shuffle
+            _seed_anew(devices, phi)
+            train = as_batches(train)
     losses: list[Tensor] = []
 
     def evaluated(batches: Any, judged: Any) -> Tensor:
@@ -66,7 +70,7 @@ def meta_update(
             param.grad = grad
         return value.detach()
 
-    kept, devices = [p.grad for p in phi], devices_of(inner.parameters())
+    kept = [p.grad for p in phi]
     try:
         for _ in range(updates):  # line 1
             once = partial(evaluated, _given(train), _given(val))

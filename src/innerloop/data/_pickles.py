@@ -149,6 +149,11 @@ def nesting(content: bytes) -> int:
 def _check_instructions(content: bytes) -> None:
     for instruction, argument, _ in pickletools.genops(content):
         name = instruction.name
+        if name in ("FRAME", "MEMOIZE"):
+            raise Refused(
+                "a pickle of protocol 4 or newer, where the official files have protocol 2; "
+                "write it again with pickle.dump(content, file, protocol=2)"
+            )
         if name not in INSTRUCTIONS:
             raise Refused(f"the instruction {name}")
         # The memo is an array: a single huge index would take all the memory.

@@ -73,10 +73,12 @@ def check_choice(name: str, value: str, known: Collection[str]) -> None:
         refuse(name, value, "one of " + ", ".join(known), known)
 
 
-def check_seed(value: int) -> None:
-    """Small enough for what is made of it."""
-    if not 0 <= value < _MOST_SEEDS:
-        refuse("seed", value, f"from 0 to {_MOST_SEEDS - 1}")
+def check_seed(value: int, count: int = 1) -> None:
+    """Small enough for what is made of it, and not more of them than can be listed."""
+    if not 0 <= value < _LARGEST_SEED:
+        refuse("seed", value, f"from 0 to {_LARGEST_SEED - 1}")
+    if not 1 <= count <= _MOST_SEEDS:
+        refuse("seeds", count, f"from 1 to {_MOST_SEEDS}")
 
 
 def check_device(value: str) -> None:
@@ -89,7 +91,8 @@ def check_device(value: str) -> None:
         refuse("device", value, f"a device of this machine ({str(error).splitlines()[0]})")
 
 
-_MOST_SEEDS = 10**9
+_LARGEST_SEED = 10**9
+_MOST_SEEDS = 10_000
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

@@ -69,7 +69,7 @@ def _cleaned(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     )
     lost = [c - n for c, n in zip(clean, noisy, strict=True)]
     won = [w - n for w, n in zip(learned, noisy, strict=True)]
-    weights: dict[str, list[float]] = {"right": [], "wrong": []}
+    weights: dict[str, list[float | None]] = {"right": [], "wrong": []}
     for arm, plain in zip(by_arm["gradient"], by_arm["references"], strict=True):
         for kind in weights:
             chosen = [
@@ -77,7 +77,7 @@ def _cleaned(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
                 for number, wrong in zip(arm["numbers"], plain["wrong"], strict=True)
                 if wrong == (kind == "wrong")
             ]
-            weights[kind].append(mean(chosen) if chosen else 0.0)
+            weights[kind].append(mean(chosen) if chosen else None)
     # No share of nothing, where the noise did no harm.
     each = [w / d if d > 0 else None for w, d in zip(won, lost, strict=True)]
     total = sum(won) / sum(lost) if sum(lost) > 0 else None
@@ -121,10 +121,9 @@ def _by_seed(config: Any, rows: dict[str, Any]) -> list[str]:
 
 
 def _cell(values: list[float], percent: bool) -> str:
-    spread = stdev(values) if len(values) > 1 else 0.0
-    if percent:
-        return f"{100 * mean(values):.1f} ± {100 * spread:.1f} %"
-    return f"{mean(values):.3f} ± {spread:.3f}"
+    factor, digits, unit = (100, 1, " %") if percent else (1, 3, "")
+    spread = f" ± {factor * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{factor * mean(values):.{digits}f}{spread}{unit}"
 
 
 def _told_cleaned(result: dict[str, Any]) -> list[str]:
@@ -133,9 +132,13 @@ def _told_cleaned(result: dict[str, Any]) -> list[str]:
     each = ["-" if r is None else f"{100 * r:.0f} %" for r in result["recovered"]]
     total = result["recovered_of_mean"]
     whole = "none was lost" if total is None else f"{100 * total:.0f} % of the mean"
-    weights = {kind: mean(values) for kind, values in result["mean_weights"].items()}
+    weights = {kind: _mean_told(values) for kind, values in result["mean_weights"].items()}
     return [
         f"Of the accuracy lost to wrong labels, recovered: {', '.join(each)} by seed, {whole}.",
-        f"Mean weight of right labels {weights['right']:.3f}, of wrong ones "
-        f"{weights['wrong']:.3f}.",
+        f"Mean weight of right labels {weights['right']}, of wrong ones {weights['wrong']}.",
     ]
+
+
+def _mean_told(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{mean(known):.3f}" if known else "- (there are none)"

@@ -16,7 +16,8 @@ from innerloop.experiments._parts import Part
 from innerloop.experiments._pictures import Pictures, batch, drawn, stream
 from innerloop.models import DenseNetBC
 
-ARMS = ("fixed", "multistep", "meta", "discarded")
+LEARNING = ("meta", "discarded")
+ARMS = ("fixed", "multistep", *LEARNING)
 STRATEGIES = {"remat": il.Remat, "tape": il.Tape, "binomial": il.Binomial, "auto": il.Auto}
 GROUPS = ("tensor", "part", "one")
 _TEST_BATCH = 250
@@ -88,7 +89,7 @@ class Cell(Part):
         self.loss = 0.0
         """Sum over the epoch under way."""
         self.inner: il.InnerLoop | None = None
-        if arm in ("meta", "discarded"):
+        if arm in LEARNING:
             self.inner = self._inner()
             self.meta_optimizer = self._meta_optimizer(self.inner)
 
@@ -177,7 +178,7 @@ class Cell(Part):
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         """Meta-update or schedule; what the epoch came to."""
         found: dict[str, Any] = {"arm": self.arm, "seed": self.seed, "epoch": epoch + 1}
-        found |= {"train_loss": self.loss / self.steps, "test_error": self.test_error()}
+        found |= {"train_loss": self.loss / self.steps, "test_error": self.test_error(epoch)}
         self.loss = 0.0
         if self.inner is not None:
             try:
@@ -211,20 +212,23 @@ class Cell(Part):
         return train, [batch(p.val, r, p, None) for r in rows]
 
     @torch.no_grad()
-    def test_error(self) -> float:
+    def test_error(self, epoch: int) -> float:
         """The share of test pictures that are classified wrongly, by running statistics."""
         self.model.eval()
         test, wrong = self.pictures.test, 0
         for rows in torch.arange(len(test.labels)).split(_TEST_BATCH):
             images, labels = batch(test, rows, self.pictures, None)
-            wrong += int((self.model(images).argmax(1) != labels).sum())
+            said = self.model(images)
+            # The last step may be the one that diverged; argmax would make classes of NaN.
+            self._check(said.sum().item(), epoch)
+            wrong += int((said.argmax(1) != labels).sum())
         self.model.train()
         return wrong / len(test.labels)
 
     def _check(self, value: float, epoch: int) -> None:
         if not math.isfinite(value):
             raise DivergedError(
-                f"The loss is {value} in epoch {epoch + 1} of arm {self.arm}, seed {self.seed}: "
+                f"A loss or prediction is {value} in epoch {epoch + 1} of arm {self.arm}, seed {self.seed}: "
                 "training diverged. Try a smaller --lr or --meta-lr."
             )
 

@@ -55,25 +55,35 @@ def test_error(records: Records) -> Figure:
 
 
 def learned(name: str, records: Records) -> Figure:
-    """A learned setting after each meta-update, a panel for each run, coloured by depth."""
+    """A learned setting after each meta-update, a panel for each run, coloured by depth.
+
+    A setting of several numbers, as betas, has a row of panels for each: they are of other sizes.
+    """
     runs = list(dict.fromkeys((r["arm"], r["seed"]) for r in records))
-    figure = Figure(figsize=(max(3.2 * len(runs), 5), 3.4), layout="constrained")
-    for axes, (arm, seed) in zip(
-        figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs, strict=True
-    ):
+    first = numpy.array(records[0]["learned"][name])  # [groups, (components)]
+    components = first.shape[1] if first.ndim > 1 else 1
+    size = max(3.2 * len(runs), 5), 1 + 2.4 * components
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(components, len(runs), sharex=True, sharey="row", squeeze=False)
+    for column, (arm, seed) in enumerate(runs):
         mine = [r for r in records if (r["arm"], r["seed"]) == (arm, seed)]
-        _lines(axes, mine, name)
-        axes.set(xlabel="epoch", title=f"{arm}, seed {seed}")
-        axes.grid(alpha=0.3)
+        # [epochs, groups, components]
+        values = numpy.array([r["learned"][name] for r in mine])
+        values = values.reshape(*values.shape[:2], components)
+        for row, axes in enumerate(panels[:, column]):
+            _lines(axes, [r["epoch"] for r in mine], values[:, :, row])
+            axes.grid(alpha=0.3)
+        panels[0, column].set(title=f"{arm}, seed {seed}")
+        panels[-1, column].set(xlabel="epoch")
+    if components > 1:
+        for row, axes in enumerate(panels[:, 0]):
+            axes.set(ylabel=f"{name}[{row}]")
     figure.suptitle(f"learned {name}, from the first layer (dark) to the last (bright)")
     return figure
 
 
-def _lines(axes: Any, records: Records, name: str) -> None:
-    """A line for each group; for a setting of several components, for each of these."""
-    x = [r["epoch"] for r in records]
-    # [epochs, groups, (components)]
-    values = numpy.array([r["learned"][name] for r in records])
+def _lines(axes: Any, x: list[int], values: Any) -> None:
+    """A line for each group. values: [epochs, groups]"""
     groups = values.shape[1]
     for g in range(groups):
         colour = colormaps["viridis"](g / max(groups - 1, 1))

@@ -50,7 +50,7 @@ class Config:
     def __post_init__(self) -> None:
         for arm in self.names:
             check_choice("arms", arm, ARMS)
-        check_seed(self.seed)
+        check_seed(self.seed, self.seeds)
         least = {"seeds": 1, "characters": 2, "common": 1, "rare": 1, "steps": 1}
         least |= {"batch": 1, "updates": 1, "every": 1, "samples": 2, "trained": 1}
         for name, low in least.items():

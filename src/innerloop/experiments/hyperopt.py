@@ -62,7 +62,7 @@ class Config:
         check_choice("what", self.what, tuple(RANGES))
         check_choice("dataset", self.dataset, DATASETS)
         check_choice("backward", self.backward, BACKWARD)
-        check_seed(self.seed)
+        check_seed(self.seed, self.seeds)
         if self.what == "task-weights" and self.dataset != "digits":
             refuse("dataset", self.dataset, "digits with task-weights: the tasks are about digits")
         least = dict.fromkeys(("train", "val", "labelled", "width", "steps", "batch"), 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from innerloop.experiments._command_line import check_choice, refuse
+from innerloop.experiments._command_line import check_choice, check_seed, refuse
 from innerloop.experiments._experiment import command
 from innerloop.experiments._learned_loss_cell import Cell
 from innerloop.experiments._learned_loss_problems import PROBLEMS
@@ -63,7 +63,8 @@ class Config:
                 refuse(name, getattr(self, name), "at least 1")
         if self.moments < 0:
             refuse("moments", self.moments, "at least 0")
-        if not 0 <= self.seed <= 1000:
+        check_seed(self.seed, self.seeds)
+        if self.seed > 1000:
             refuse("seed", self.seed, "from 0 to 1000")
         if self.steps > self.horizon:
             refuse("steps", self.steps, f"at most the horizon, {self.horizon}")

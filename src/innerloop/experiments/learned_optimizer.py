@@ -58,7 +58,7 @@ class Config:
         check_choice("problem", self.problem, PROBLEMS)
         check_choice("optimizer", self.optimizer, tuple(KINDS))
         check_choice("by", self.by, BY)
-        check_seed(self.seed)
+        check_seed(self.seed, self.seeds)
         least = {"seed": 0, "samples": 2}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

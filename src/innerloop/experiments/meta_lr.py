@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from innerloop.experiments import _pictures
 from innerloop.experiments._command_line import check_choice, check_device, check_seed, refuse
 from innerloop.experiments._experiment import command
-from innerloop.experiments._meta_lr_cell import ARMS, GROUPS, OPTIMIZERS, STRATEGIES, Cell
+from innerloop.experiments._meta_lr_cell import ARMS, GROUPS, LEARNING, OPTIMIZERS, STRATEGIES, Cell
 from innerloop.experiments._parts import Parts
 from innerloop.experiments._ranks import local_device
 
@@ -61,7 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
-        check_seed(self.seed)
+        check_seed(self.seed, self.seeds)
         check_device(self.device)
 
     def _check_choices(self) -> None:
@@ -172,6 +172,9 @@ class MetaLr(Parts):
         self.cells = [(arm, seed) for seed in seeds for arm in config.chosen_arms]
         pictures = self._pictures(config.seed)
         self.steps = math.ceil(len(pictures.train.labels) / config.batch)
+        if learning := [arm for arm in config.chosen_arms if arm in LEARNING]:
+            # What cannot be learned is refused now, not after the other arms have been trained.
+            Cell(config, learning[0], config.seed, pictures, self.steps)
         super().__init__([config.epochs * self.steps] * len(self.cells))
 
     @property
