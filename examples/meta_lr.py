@@ -34,6 +34,4 @@ for epoch in range(20):
     il.meta_update(inner, batches[:15], held_out, meta)  # + touches neither model nor optimizer
     inner.write_to(optimizer)  # + from here on, train at the learned rates
     found = ", ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
-    print(
-        f"epoch {epoch + 1}: {loss(model, held_out).item():.3f} on held-out points, rates {found}"
-    )
+    print(f"epoch {epoch + 1}: held-out loss {loss(model, held_out).item():.3f}, rates {found}")

@@ -383,7 +383,7 @@ CIFAR_MISTAKES = {
     "code": (pickle.dumps({b"data": Evil()}, protocol=2), r"posix.system|nt.system"),
     "code by protocol 4": (
         pickle.dumps({b"data": Evil()}, protocol=4),
-        r"protocol 4 .* protocol=2",
+        "protocol=2",
     ),
     "eval": (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.", "__builtin__.eval"),
     "other names": (pickle.dumps({b"data": io.BytesIO}, protocol=2), "_io.BytesIO"),

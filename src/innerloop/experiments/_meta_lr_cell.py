@@ -228,8 +228,8 @@ class Cell(Part):
     def _check(self, value: float, epoch: int) -> None:
         if not math.isfinite(value):
             raise DivergedError(
-                f"A loss or prediction is {value} in epoch {epoch + 1} of arm {self.arm}, seed {self.seed}: "
-                "training diverged. Try a smaller --lr or --meta-lr."
+                f"A loss or prediction is {value} in epoch {epoch + 1} of arm {self.arm}, "
+                f"seed {self.seed}: training diverged. Try a smaller --lr or --meta-lr."
             )
 
 

@@ -85,7 +85,7 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"seeds": 5, "iterations": 3000, "tasks": 32, "held_out": 500},
-    "quick": {},
+    "quick": {"iterations": 180},
 }
 
 
