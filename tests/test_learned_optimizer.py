@@ -244,3 +244,8 @@ def test_a_comparison_that_diverged_in_one_seed_is_drawn() -> None:
     figure = _learned_optimizer_figures.curves(config, "quadratics", result)
     figure.savefig(io.BytesIO())
     assert len(figure.axes[0].lines) == 3
+
+
+def test_runs_that_diverged_are_told() -> None:
+    assert _learned_optimizer_figures._shown(math.inf, math.nan) == "diverged"
+    assert _learned_optimizer_figures._shown(0.5, 0.01) == "0.5 ± 0.01"

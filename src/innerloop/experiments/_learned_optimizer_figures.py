@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,15 @@ def table(config: Any, result: dict[str, Any]) -> str:
         lines.append("  ".join([f"{'':12}", *(f"{head:>20}" for head in heads)]))
         for kind, by in summary.items():
             cells = [by[str(h)][m] for h in config.horizons for m in ("mean", "final")]
-            shown = [f"{c['mean']:.4g} ± {c['deviation']:.2g}" for c in cells]
+            shown = [_shown(c["mean"], c["deviation"]) for c in cells]
             lines.append("  ".join([f"{_NAMES[kind]:12}", *(f"{text:>20}" for text in shown)]))
         lines.append(_verdict(config, summary))
     return "\n".join([*lines[1:], "", f"{result['seconds']:.0f} s."])
+
+
+def _shown(mean: float, deviation: float) -> str:
+    """A mean over seeds; if any diverged to infinity there is none."""
+    return f"{mean:.4g} ± {deviation:.2g}" if math.isfinite(mean) else "diverged"
 
 
 def _verdict(config: Any, summary: dict[str, Any]) -> str:
