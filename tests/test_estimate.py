@@ -154,6 +154,25 @@ def test_the_value_is_the_mean_of_the_evaluations():
     )
 
 
+@pytest.mark.parametrize("kind", [float, int, lambda value: value.round().long()])
+def test_numbers_are_not_rounded_before_their_differences_are_taken(kind):
+    """Also where torch makes float32 of numbers: the differences are small against the values."""
+    w = torch.linspace(-1, 1, 5, requires_grad=True)
+    scale, sigma = (1.0, 1e-4) if kind is float else (1e9, 1e-3)
+
+    def value(params: Tensor) -> Tensor:
+        return scale * (1e4 + (params**2).sum())
+
+    def gradient(function) -> Tensor:
+        estimator = estimate.evolution(function, params=w, samples=64, sigma=sigma, seed=0)
+        return torch.autograd.grad(estimator(), w)[0]
+
+    expected = gradient(value)
+    torch.set_default_dtype(torch.float32)
+    found = gradient(lambda params: kind(value(params)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+
+
 def test_nothing_has_to_be_differentiable():
     """A count, in Python numbers, of a model that rounds."""
     inner = quadratic(

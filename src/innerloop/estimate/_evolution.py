@@ -205,8 +205,11 @@ def _as_value(found: Any) -> Tensor:
     if isinstance(found, bool | int | float) or (
         isinstance(found, Tensor) and not found.is_complex()
     ):
-        value = torch.as_tensor(found).detach()
-        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        # Differences are small against the values: what float32 rounds away would be all of them.
+        if not isinstance(found, Tensor):
+            return torch.tensor(float(found), dtype=torch.float64)
+        value = found.detach()
+        return value if value.is_floating_point() else value.to(torch.float64)
     raise InnerLoopError(
         four_part(
             f"Your function returned a {type(found).__name__}.",
