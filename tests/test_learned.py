@@ -629,6 +629,17 @@ def test_rates_of_another_model_are_refused():
         MetaSGD(nn.Linear(4, 2)).load_state_dict(MetaSGD(nn.Linear(1, 5)).state_dict())
 
 
+@pytest.mark.parametrize("kind", ["meta-sgd", "lslr"])
+def test_rates_of_the_same_weights_in_another_order_are_refused(kind):
+    def model(*names: str) -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+    saved = KINDS[kind](model("a", "b")).state_dict()
+    KINDS[kind](model("a", "b")).load_state_dict(saved)
+    with pytest.raises(InnerLoopError, match=r"'a\.weight', .*'b\.weight', .* same order"):
+        KINDS[kind](model("b", "a")).load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("one", "other"), list(itertools.permutations(("lstm", "mlp", "meta-sgd", "lslr"), 2))
 )
