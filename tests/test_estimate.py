@@ -1,5 +1,7 @@
 """Estimators: right on average, at the rate that is expected, and without a trace."""
 
+import copy
+import io
 import itertools
 import math
 import random
@@ -472,6 +474,44 @@ def test_a_failed_call_is_no_part_of_the_run():
     with pytest.raises(RuntimeError, match="no data"):
         estimator()
     assert estimator.state_dict()["states"] == states
+
+
+def after_saving(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, after_saving])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_copy_belongs_to_the_copied_loop(copied, persistent):
+    inner = quadratic(val_loss=to_two)
+    estimator = estimate.evolution(inner, samples=4, persistent=persistent, seed=0)
+    estimator(CURVATURES, TARGET)
+    other, its = copied((inner, estimator))
+    expected, found = (e(CURVATURES, TARGET) for e in (estimator, its))
+    assert torch.equal(expected, found)
+    found.backward()
+    assert inner.model.weight.grad is None
+    assert torch.equal(other.model.weight.grad, gradients(expected, inner))
+    with torch.no_grad():
+        other.model.weight.add_(1)
+    estimator.restart()
+    its.restart()
+    assert not torch.equal(estimator(CURVATURES, TARGET), its(CURVATURES, TARGET))
+
+
+def squares(params: dict[str, Tensor]) -> Tensor:
+    return params["w"].square().sum()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, after_saving])
+def test_a_copy_belongs_to_the_copied_parameters(copied):
+    params = {"w": torch.arange(3.0, requires_grad=True)}
+    (other, its) = copied((params, estimate.evolution(squares, params, samples=4, seed=0)))
+    its().backward()
+    assert params["w"].grad is None and other["w"].grad.norm() > 0
 
 
 # REINFORCE. -------------------------------------------------------------------------------------
