@@ -54,6 +54,13 @@ def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> In
 class _Distance:
     """From a model to what became of it. It is copied and saved together with the model."""
 
+    by_choice = (
+        "Reptile takes the adapted weights as fixed: L_val is their distance to the initial ones, "
+        "and its gradient the way there.",
+        "il.algorithms.maml or first_order_maml for the gradient of a loss after training.",
+    )
+    """For :func:`innerloop.diagnose`: what looks wrong and is meant so; and what has it not."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
