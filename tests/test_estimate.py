@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import random
+import warnings
 
 import numpy
 import pytest
@@ -186,6 +187,25 @@ def test_nothing_has_to_be_differentiable():
     grads = {name: p.grad for name, p in inner.named_parameters()}
     assert set(grads) == {"model.weight", "settings.lr"}
     assert all(g is not None and g.norm() > 0 for g in grads.values())
+
+
+@pytest.mark.parametrize("way", [None, il.tasks.loop(), il.tasks.vmap(), il.tasks.auto()])
+def test_a_validation_loss_may_be_a_number(way):
+    train, val = CURVATURES, TARGET
+    if way is not None:
+        train, val = [torch.stack([c, c / 2]) for c in train], torch.stack([val, val])
+
+    def gradient(kind) -> Tensor:
+        inner = quadratic(val_loss=lambda model, val: kind(to_two(model, val)))
+        estimator = estimate.evolution(inner, samples=4, sigma=0.1, seed=0)
+        return gradients(estimator(train, val, tasks=way).sum(), inner)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tasks cannot be batched
+        found = gradient(float)
+    torch.testing.assert_close(found, gradient(lambda value: value))
+    with pytest.raises(il.InnerLoopError, match="a real tensor with one value"):
+        quadratic(val_loss=lambda model, val: to_two(model, val).item())(CURVATURES, TARGET)
 
 
 def test_gradients_add_up_and_scale():
