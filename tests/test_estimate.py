@@ -732,6 +732,7 @@ W = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda: estimate.evolution(quadratic(), sigma=0), "above 0"),
         (lambda: estimate.evolution(quadratic(), sigma=math.nan), "above 0"),
         (lambda: estimate.evolution(quadratic(), seed="a"), "whole number"),
+        (lambda: estimate.evolution(quadratic(), seed=2**70), "64 bits"),
         (lambda: estimate.evolution(quadratic(), params=W), "a module alone"),
         (lambda: estimate.evolution(3), "a module or a function"),
         (lambda: estimate.evolution(torch.sum), "params="),
@@ -759,6 +760,12 @@ W = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, samples=1), "2 samples"),
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, baseline="mean"), "leave-one-out"),
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, baseline=W), "one like ()"),
+        (
+            lambda: estimate.reinforce(
+                torch.ones(4, 2), lambda said: said.float(), baseline=torch.zeros(3)
+            ),
+            "one like (4,)",
+        ),
         (lambda: estimate.reinforce(torch.ones(5, 3), lambda _: torch.ones(3)), "beginning"),
         (lambda: estimate.reinforce(torch.ones(5, 3), lambda _: None), "NoneType"),
         (lambda: estimate.RunningMean(decay=1), "without 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -560,6 +561,12 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
     with pytest.raises(InnerLoopError):
         optimizer.add_param_group({"params": [("other", nn.Parameter(torch.zeros(2)))]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("lr", [-1, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(lr):
+    with pytest.raises(InnerLoopError, match="0 or more"):
+        LSTMOptimizer(3).as_torch_optimizer(net().parameters(), lr=lr)
 
 
 def test_wrong_sizes_are_refused():

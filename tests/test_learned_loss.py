@@ -242,6 +242,8 @@ def test_moments_are_squared_means_of_weighted_errors():
     [
         (lambda: LearnedLoss("classes", extras=1, moments=2), (), "moments=0"),
         (lambda: LearnedLoss(moments=2), (), "at least one extra"),
+        (lambda: LearnedLoss(extras=1, moments=-2), (), "moments=-2 .* 0 or more"),
+        (lambda: LearnedLoss(extras=-1), (), "extras=-1 .* 0 or more"),
         (lambda: LearnedLoss("class"), (), "classes"),
         (lambda: LearnedLoss(form="weight"), (), "weighted"),
         (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),

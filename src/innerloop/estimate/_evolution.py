@@ -235,8 +235,10 @@ def _check_numbers(samples: Any, sigma: Any, seed: Any) -> None:
             "a number above 0",
             "it is how far the parameters are moved to see what changes",
         )
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        _refuse(f"seed={seed!r}", "a whole number", "a torch.Generator is seeded with it")
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if seed is not None and not (whole and -(2**63) <= seed < 2**64):
+        needed = "a whole number of at most 64 bits"
+        _refuse(f"seed={seed!r}", needed, "a torch.Generator is seeded with it")
 
 
 def _refuse(wrote: str, needed: str, why: str) -> None:

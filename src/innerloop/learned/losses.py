@@ -90,6 +90,7 @@ class LearnedLoss(nn.Module):
                     "LearnedLoss(form='weighted') to begin with the ordinary loss.",
                 )
             )
+        _check_counts(extras=extras, moments=moments)
         if moments and (targets == "classes" or not extras):
             raise InnerLoopError(_no_moments(targets, extras, moments))
         self.targets, self.form, self.extras = targets, form, extras
@@ -200,6 +201,19 @@ def _axes(prediction: Tensor, extra: Tensor) -> str:
         "it is clear then which number belongs to which coordinate.",
         "extra.unsqueeze(-1) for one number per example.",
     )
+
+
+def _check_counts(**given: Any) -> None:
+    for name, count in given.items():
+        if not isinstance(count, int) or count < 0:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {name}={count!r} to LearnedLoss.",
+                    "a whole number, 0 or more.",
+                    "it is how many numbers the network reads, or says.",
+                    "LearnedLoss(extras=1, moments=16), or none of them.",
+                )
+            )
 
 
 def _no_moments(targets: str, extras: int, moments: int) -> str:
