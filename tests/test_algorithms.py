@@ -325,6 +325,27 @@ def test_a_copy_of_reptile_is_about_the_copied_model() -> None:
     assert torch.equal(copied(TRAIN, None), expected)
 
 
+def test_cavia_without_a_validation_loss_by_name() -> None:
+    model = conditional()
+    inner = algorithms.cavia(model, loss, context=3, lr=RATE, val_loss=None)
+    torch.testing.assert_close(gradient(inner, model), cavia())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: algorithms.cavia(nn.Tanh(), loss, context=2), "Tanh without weights"),
+        (lambda: algorithms.cavia(net(), loss, context=2.5), r"context=2\.5.*whole number"),
+        (lambda: algorithms.anil(net(), loss, head=[]), r"head=\[\]"),
+        (lambda: algorithms.anil(net(), loss, head="head"), "head='head'"),
+        (lambda: algorithms.anil(net(), loss, head=nn.Tanh()), "head=Tanh"),
+    ],
+)
+def test_what_adapts_nothing_is_refused(make, said) -> None:
+    with pytest.raises(InnerLoopError, match=f"{said}.*Write:"):
+        make()
+
+
 def test_cavia_is_judged_with_the_weights_that_the_loop_has() -> None:
     class WithContext(nn.Module):
         def __init__(self) -> None:

@@ -755,6 +755,17 @@ def test_first_order_reaches_the_start_and_says_that_it_is_approximate():
     assert report.healthy
 
 
+def test_reptile_is_by_choice():
+    _, train, _ = loop()
+    inner = il.algorithms.reptile(mlp(), squares)
+    report = diagnose(inner, train, None)
+    assert report.healthy
+    finding, note = report.findings
+    assert (finding.kind, note.kind) == ("by choice", "note")
+    assert "Reptile takes the adapted weights as fixed" in finding.problem
+    assert "first_order_maml" in finding.write and "first_order=False" not in str(report)
+
+
 def test_truncation_says_what_it_leaves_out():
     inner, train, val = loop(learn=("lr",), backward=il.Truncated(1))
     report = diagnose(inner, train, val)

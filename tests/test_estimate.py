@@ -1,8 +1,11 @@
 """Estimators: right on average, at the rate that is expected, and without a trace."""
 
+import copy
+import io
 import itertools
 import math
 import random
+import warnings
 
 import numpy
 import pytest
@@ -154,6 +157,25 @@ def test_the_value_is_the_mean_of_the_evaluations():
     )
 
 
+@pytest.mark.parametrize("kind", [float, int, lambda value: value.round().long()])
+def test_numbers_are_not_rounded_before_their_differences_are_taken(kind):
+    """Also where torch makes float32 of numbers: the differences are small against the values."""
+    w = torch.linspace(-1, 1, 5, requires_grad=True)
+    scale, sigma = (1.0, 1e-4) if kind is float else (1e9, 1e-3)
+
+    def value(params: Tensor) -> Tensor:
+        return scale * (1e4 + (params**2).sum())
+
+    def gradient(function) -> Tensor:
+        estimator = estimate.evolution(function, params=w, samples=64, sigma=sigma, seed=0)
+        return torch.autograd.grad(estimator(), w)[0]
+
+    expected = gradient(value)
+    torch.set_default_dtype(torch.float32)
+    found = gradient(lambda params: kind(value(params)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+
+
 def test_nothing_has_to_be_differentiable():
     """A count, in Python numbers, of a model that rounds."""
     inner = quadratic(
@@ -165,6 +187,25 @@ def test_nothing_has_to_be_differentiable():
     grads = {name: p.grad for name, p in inner.named_parameters()}
     assert set(grads) == {"model.weight", "settings.lr"}
     assert all(g is not None and g.norm() > 0 for g in grads.values())
+
+
+@pytest.mark.parametrize("way", [None, il.tasks.loop(), il.tasks.vmap(), il.tasks.auto()])
+def test_a_validation_loss_may_be_a_number(way):
+    train, val = CURVATURES, TARGET
+    if way is not None:
+        train, val = [torch.stack([c, c / 2]) for c in train], torch.stack([val, val])
+
+    def gradient(kind) -> Tensor:
+        inner = quadratic(val_loss=lambda model, val: kind(to_two(model, val)))
+        estimator = estimate.evolution(inner, samples=4, sigma=0.1, seed=0)
+        return gradients(estimator(train, val, tasks=way).sum(), inner)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tasks cannot be batched
+        found = gradient(float)
+    torch.testing.assert_close(found, gradient(lambda value: value))
+    with pytest.raises(il.InnerLoopError, match="a real tensor with one value"):
+        quadratic(val_loss=lambda model, val: to_two(model, val).item())(CURVATURES, TARGET)
 
 
 def test_gradients_add_up_and_scale():
@@ -455,6 +496,44 @@ def test_a_failed_call_is_no_part_of_the_run():
     assert estimator.state_dict()["states"] == states
 
 
+def after_saving(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, after_saving])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_copy_belongs_to_the_copied_loop(copied, persistent):
+    inner = quadratic(val_loss=to_two)
+    estimator = estimate.evolution(inner, samples=4, persistent=persistent, seed=0)
+    estimator(CURVATURES, TARGET)
+    other, its = copied((inner, estimator))
+    expected, found = (e(CURVATURES, TARGET) for e in (estimator, its))
+    assert torch.equal(expected, found)
+    found.backward()
+    assert inner.model.weight.grad is None
+    assert torch.equal(other.model.weight.grad, gradients(expected, inner))
+    with torch.no_grad():
+        other.model.weight.add_(1)
+    estimator.restart()
+    its.restart()
+    assert not torch.equal(estimator(CURVATURES, TARGET), its(CURVATURES, TARGET))
+
+
+def squares(params: dict[str, Tensor]) -> Tensor:
+    return params["w"].square().sum()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, after_saving])
+def test_a_copy_belongs_to_the_copied_parameters(copied):
+    params = {"w": torch.arange(3.0, requires_grad=True)}
+    (other, its) = copied((params, estimate.evolution(squares, params, samples=4, seed=0)))
+    its().backward()
+    assert params["w"].grad is None and other["w"].grad.norm() > 0
+
+
 # REINFORCE. -------------------------------------------------------------------------------------
 
 
@@ -653,6 +732,7 @@ W = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda: estimate.evolution(quadratic(), sigma=0), "above 0"),
         (lambda: estimate.evolution(quadratic(), sigma=math.nan), "above 0"),
         (lambda: estimate.evolution(quadratic(), seed="a"), "whole number"),
+        (lambda: estimate.evolution(quadratic(), seed=2**70), "64 bits"),
         (lambda: estimate.evolution(quadratic(), params=W), "a module alone"),
         (lambda: estimate.evolution(3), "a module or a function"),
         (lambda: estimate.evolution(torch.sum), "params="),
@@ -680,6 +760,12 @@ W = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, samples=1), "2 samples"),
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, baseline="mean"), "leave-one-out"),
         (lambda: estimate.reinforce(torch.ones(3), torch.sum, baseline=W), "one like ()"),
+        (
+            lambda: estimate.reinforce(
+                torch.ones(4, 2), lambda said: said.float(), baseline=torch.zeros(3)
+            ),
+            "one like (4,)",
+        ),
         (lambda: estimate.reinforce(torch.ones(5, 3), lambda _: torch.ones(3)), "beginning"),
         (lambda: estimate.reinforce(torch.ones(5, 3), lambda _: None), "NoneType"),
         (lambda: estimate.RunningMean(decay=1), "without 1"),

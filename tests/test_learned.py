@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -562,6 +563,12 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("lr", [-1, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(lr):
+    with pytest.raises(InnerLoopError, match="0 or more"):
+        LSTMOptimizer(3).as_torch_optimizer(net().parameters(), lr=lr)
+
+
 def test_wrong_sizes_are_refused():
     for arguments in ((0,), (5, 0), (5, 2, 0.0)):
         with pytest.raises(InnerLoopError, match="LSTMOptimizer"):
@@ -627,6 +634,17 @@ def test_settings_are_saved_with_what_was_learned(one, other):
 def test_rates_of_another_model_are_refused():
     with pytest.raises(InnerLoopError, match="names and shapes"):
         MetaSGD(nn.Linear(4, 2)).load_state_dict(MetaSGD(nn.Linear(1, 5)).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["meta-sgd", "lslr"])
+def test_rates_of_the_same_weights_in_another_order_are_refused(kind):
+    def model(*names: str) -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+    saved = KINDS[kind](model("a", "b")).state_dict()
+    KINDS[kind](model("a", "b")).load_state_dict(saved)
+    with pytest.raises(InnerLoopError, match=r"'a\.weight', .*'b\.weight', .* same order"):
+        KINDS[kind](model("b", "a")).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,25 @@ def test_a_weighted_loss_begins_as_the_ordinary_one(kind, ordinary):
         torch.testing.assert_close(loss(said, y, extra), weight * ordinary(said, y))
 
 
+@pytest.mark.parametrize("form", ["free", "weighted"])
+def test_a_class_that_is_ruled_out_costs_nothing(form):
+    logits = torch.randn(4, 3, requires_grad=True)
+    mask = torch.tensor([0.0, -math.inf, 0.0])
+    labels, loss = torch.tensor([0, 2, 2, 0]), LearnedLoss("classes", form=form)
+    value = loss(logits + mask, labels)
+    inputs = [logits, *loss.parameters()]
+    grads = torch.autograd.grad(value, inputs, create_graph=True)
+    again = torch.autograd.grad(grads[0].square().sum(), inputs, allow_unused=True)
+    assert value.isfinite()
+    assert all(g.isfinite().all() for g in (*grads, *again) if g is not None)
+    if form == "weighted":
+        torch.testing.assert_close(value, cross_entropy(logits + mask, labels))
+        torch.testing.assert_close(
+            grads[0], torch.autograd.grad(cross_entropy(logits + mask, labels), logits)[0]
+        )
+        assert loss(logits + mask, torch.ones(4, dtype=torch.long)) == math.inf
+
+
 def test_moments_are_squared_means_of_weighted_errors():
     loss = LearnedLoss(form="weighted", extras=1, moments=5)
     p, y, e = torch.randn(3, 8, 2)
@@ -223,6 +242,8 @@ def test_moments_are_squared_means_of_weighted_errors():
     [
         (lambda: LearnedLoss("classes", extras=1, moments=2), (), "moments=0"),
         (lambda: LearnedLoss(moments=2), (), "at least one extra"),
+        (lambda: LearnedLoss(extras=1, moments=-2), (), "moments=-2 .* 0 or more"),
+        (lambda: LearnedLoss(extras=-1), (), "extras=-1 .* 0 or more"),
         (lambda: LearnedLoss("class"), (), "classes"),
         (lambda: LearnedLoss(form="weight"), (), "weighted"),
         (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),

@@ -181,6 +181,46 @@ def test_what_comes_after_the_end_does_not_count():
     assert torch.equal(long(start), dice(start, rewards, discount=0.9, alive=alive.float()))
 
 
+class Positive(policies.Gaussian):
+    """Actions above zero: zero itself has no finite log-probability."""
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        return super().log_prob(observations, actions.log())
+
+
+@pytest.mark.parametrize("kind", [policies.Gaussian, Positive, policies.Categorical])
+def test_nothing_after_the_end_has_to_be_a_number(kind):
+    policy = kind(3, 2, hidden=[4])
+    alive = torch.arange(6) < torch.tensor([[3], [6], [5], [1]])
+    observations = torch.randn(4, 6, 3)
+    discrete = kind is policies.Categorical
+    actions = torch.randint(2, (4, 6)) if discrete else torch.rand(4, 6, 2) + 0.1
+    dead = alive if discrete else alive.unsqueeze(-1)
+    nothing = torch.tensor(-1 if discrete else math.nan, dtype=actions.dtype)
+    rewards = torch.randn(4, 6)
+    spoiled = policies.Episodes(
+        torch.where(alive.unsqueeze(-1), observations, math.nan),
+        torch.where(dead, actions, nothing),
+        torch.where(alive, rewards, math.nan),
+        alive,
+    )
+    found = []
+    for episodes in (policies.Episodes(observations, actions, rewards, alive), spoiled):
+        value = policies.expected_return(policy, episodes, discount=0.9)
+        found.append((value, *torch.autograd.grad(value, list(policy.parameters()))))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_baseline_after_the_end_does_not_count():
+    alive = (torch.arange(5) < 3).expand(3, 5)
+    scores = torch.randn(3, 5, requires_grad=True)
+    baseline = torch.where(alive, torch.randn(3, 5), math.nan)
+    value = dice(scores, torch.randn(3, 5), baseline, alive=alive)
+    (found,) = torch.autograd.grad(value, scores)
+    assert value.isfinite() and found.isfinite().all()
+
+
 def test_a_policy_has_a_spread():
     for std in (0.0, -1.0, float("nan")):
         with pytest.raises(InnerLoopError, match="above 0"):
@@ -216,6 +256,9 @@ def test_dead_time_has_no_part_in_the_fit():
     other = torch.where(alive, returns, 100.0)
     found = [linear_baseline(observations, r, alive) for r in (returns, other)]
     torch.testing.assert_close(*found)
+    nowhere = torch.where(alive.unsqueeze(-1), observations, math.nan)
+    guess = linear_baseline(nowhere, torch.where(alive, returns, math.nan), alive)
+    torch.testing.assert_close(guess[alive], found[0][alive])
 
 
 def test_a_baseline_from_one_episode_is_refused():

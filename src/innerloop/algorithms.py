@@ -54,6 +54,13 @@ def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> In
 class _Distance:
     """From a model to what became of it. It is copied and saved together with the model."""
 
+    by_choice = (
+        "Reptile takes the adapted weights as fixed: L_val is their distance to the initial ones, "
+        "and its gradient the way there.",
+        "il.algorithms.maml or first_order_maml for the gradient of a loss after training.",
+    )
+    """For :func:`innerloop.diagnose`: what looks wrong and is meant so; and what has it not."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
@@ -73,7 +80,17 @@ def anil(
 
     The outer loop learns all weights: those of the body, and those from which the head starts.
     """
-    adapting = head.parameters() if isinstance(head, nn.Module) else head
+    found = head.parameters() if isinstance(head, nn.Module) else head
+    adapting = [] if isinstance(found, str) else list(found)
+    if not adapting:
+        raise InnerLoopError(
+            four_part(
+                f"You wrote anil(..., head={_shown(head)}).",
+                "a part of the model that has weights, or such weights.",
+                "they are all that the inner loop adapts.",
+                "anil(model, loss, head=model.head).",
+            )
+        )
     return InnerLoop(model, _sgd(adapting, lr), loss, **options)
 
 
@@ -175,18 +192,27 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     context, and so is the adapted model called.
     """
     _check_free("cavia", options, "learn")
-    if context < 1:
+    if not isinstance(context, int) or context < 1:
         raise InnerLoopError(
             four_part(
-                f"You wrote cavia(..., context={context}).",
-                "at least one number.",
+                f"You wrote cavia(..., context={context!r}).",
+                "at least one number, and a whole number of them.",
                 "the context is all that adapts.",
                 "cavia(model, loss, context=5).",
             )
         )
+    if next(model.parameters(), None) is None:
+        raise InnerLoopError(
+            four_part(
+                f"You gave a {type(model).__name__} without weights to cavia.",
+                "a model with weights.",
+                "the outer loop learns them, and the context is of their kind.",
+                "cavia(model, loss, context=5) for a model that is called as model(x, context).",
+            )
+        )
     start = _Context(context, model)
     optimizer = _sgd(start.parameters(), lr)
-    if "val_loss" in options:
+    if options.get("val_loss") is not None:
         # As for the loss: with the weights that the loop has, which are not always the model's.
         options["val_loss"] = _Judged(model, options["val_loss"])
     return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
@@ -232,6 +258,10 @@ class _Judged:
 
 def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
     return lambda x: model(x, context)
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)
 
 
 def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:

@@ -491,6 +491,9 @@ class InnerLoop(nn.Module):
             value = measure(model, val)
         check_unwritten(versions)
         value = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(value, int | float) and not torch.is_grad_enabled():
+            # A number has no gradient, and none is asked for.
+            value = torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InnerLoopError(

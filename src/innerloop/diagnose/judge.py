@@ -43,6 +43,8 @@ class Evidence:
 def approximation(seen: Evidence) -> tuple[str, str] | None:
     """The approximation that was asked for, if one was, and what to write for none."""
     inner, backward = seen.inner, seen.inner.backward
+    if meant(inner):
+        return meant(inner)
     if inner.first_order:
         text = "first_order=True leaves out the second derivatives, so this is approximate."
         return text, "first_order=False for the exact gradient."
@@ -53,6 +55,11 @@ def approximation(seen: Evidence) -> tuple[str, str] | None:
         text = "Implicit is exact only where training has converged."
         return text, "more steps, or backward=il.Remat() for the exact gradient."
     return None
+
+
+def meant(inner: InnerLoop) -> tuple[str, str] | None:
+    """What a val_loss says of itself: that its gradient is another by choice."""
+    return getattr(inner.val_loss, "by_choice", None)
 
 
 def last(k: int) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from innerloop import _tree
 from innerloop.backward import Truncated
 from innerloop.diagnose.causes import causes
-from innerloop.diagnose.judge import Evidence, last
+from innerloop.diagnose.judge import Evidence, last, meant
 from innerloop.diagnose.meta_parameters import frozen
 from innerloop.diagnose.report import Finding, Row
 
@@ -78,6 +78,8 @@ def _writing(seen: Evidence, findings: Sequence[Finding], changed: set[str]) -> 
 
 def _val_loss(seen: Evidence, rows: Sequence[Row]) -> Iterator[Finding]:
     looked, inner = seen.looked, seen.inner
+    if meant(inner):
+        return
     if looked is not None and seen.steps and not looked.b_norms[-1] and any(looked.direct.values()):
         cuts = seen.traced.val.harmful("val_loss")
         found = causes(cuts) if cuts else []

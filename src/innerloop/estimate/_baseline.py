@@ -68,8 +68,10 @@ def baselines(given: Any, values: Tensor) -> Tensor:
     if isinstance(number, bool) or not isinstance(number, int | float | Tensor):
         _refuse(repr(given), "'leave-one-out', a RunningMean, a number, a tensor, or None")
     found = torch.as_tensor(number).detach().to(values)
-    if found.dim() > values.dim() - 1:
-        _refuse(f"a tensor of shape {tuple(found.shape)}", f"one like {tuple(values.shape[1:])}")
+    shape = tuple(values.shape[1:])
+    sizes = zip(reversed(found.shape), reversed(shape), strict=False)
+    if found.dim() > len(shape) or any(own not in (1, size) for own, size in sizes):
+        _refuse(f"a tensor of shape {tuple(found.shape)}", f"one like {shape}")
     return found.expand_as(values)
 
 

@@ -205,8 +205,11 @@ def _as_value(found: Any) -> Tensor:
     if isinstance(found, bool | int | float) or (
         isinstance(found, Tensor) and not found.is_complex()
     ):
-        value = torch.as_tensor(found).detach()
-        return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        # Differences are small against the values: what float32 rounds away would be all of them.
+        if not isinstance(found, Tensor):
+            return torch.tensor(float(found), dtype=torch.float64)
+        value = found.detach()
+        return value if value.is_floating_point() else value.to(torch.float64)
     raise InnerLoopError(
         four_part(
             f"Your function returned a {type(found).__name__}.",
@@ -232,8 +235,10 @@ def _check_numbers(samples: Any, sigma: Any, seed: Any) -> None:
             "a number above 0",
             "it is how far the parameters are moved to see what changes",
         )
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        _refuse(f"seed={seed!r}", "a whole number", "a torch.Generator is seeded with it")
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if seed is not None and not (whole and -(2**63) <= seed < 2**64):
+        needed = "a whole number of at most 64 bits"
+        _refuse(f"seed={seed!r}", needed, "a torch.Generator is seeded with it")
 
 
 def _refuse(wrote: str, needed: str, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,7 +20,11 @@ At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
 
 
 class Perturbed(NamedTuple):
-    """Something to be evaluated at other values of its parameters."""
+    """Something to be evaluated at other values of its parameters.
+
+    ``now`` is a partial and no closure: copied or saved together with a module, it is about the
+    copy.
+    """
 
     name: str
     now: Callable[[], tuple[list[Tensor], At]]
@@ -49,29 +54,31 @@ def perturbed(function: Any, params: Any, persistent: bool) -> Perturbed:
     module = unwrapped(function)
     if isinstance(module, InnerLoop):
         return _of_inner_loop(module, persistent)
-    return Perturbed(type(module).__name__, lambda: _replicas(module, _called(persistent)), False)
+    call = _with_state if persistent else _called
+    return Perturbed(type(module).__name__, partial(_replicas, module, call), False)
 
 
 def _of_inner_loop(inner: InnerLoop, persistent: bool) -> Perturbed:
-    def now() -> tuple[list[Tensor], At]:
-        if not persistent and isinstance(inner.backward, Truncated) and inner.backward.carry:
-            _refuse(
-                f"an inner loop with {inner.backward}",
-                "one that starts anew in each call, or persistent=True",
-                "what earlier calls did would be left out, and the samples need states of their "
-                "own to count it",
-                "evolution(inner, persistent=True, ...).",
-            )
-        if persistent and isinstance(inner.backward, Implicit):
-            _refuse(
-                f"an inner loop with {inner.backward}, and persistent=True",
-                "another strategy, or persistent=False",
-                "Implicit is about where training ends, and a persistent run is never at its end",
-                "evolution(inner, ...), or InnerLoop(..., backward=innerloop.Remat()).",
-            )
-        return _replicas(inner, _carried if persistent else _called(False))
+    return Perturbed(type(inner).__name__, partial(_loop_now, inner, persistent), True)
 
-    return Perturbed(type(inner).__name__, now, True)
+
+def _loop_now(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
+    if not persistent and isinstance(inner.backward, Truncated) and inner.backward.carry:
+        _refuse(
+            f"an inner loop with {inner.backward}",
+            "one that starts anew in each call, or persistent=True",
+            "what earlier calls did would be left out, and the samples need states of their "
+            "own to count it",
+            "evolution(inner, persistent=True, ...).",
+        )
+    if persistent and isinstance(inner.backward, Implicit):
+        _refuse(
+            f"an inner loop with {inner.backward}, and persistent=True",
+            "another strategy, or persistent=False",
+            "Implicit is about where training ends, and a persistent run is never at its end",
+            "evolution(inner, ...), or InnerLoop(..., backward=innerloop.Remat()).",
+        )
+    return _replicas(inner, _carried if persistent else _called)
 
 
 def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
@@ -86,7 +93,17 @@ def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
             "evolution(function, params={'w': w}), which calls function({'w': ...}, ...).",
         )
     _check(leaves)
-    call = _called(persistent)
+    name = getattr(function, "__name__", type(function).__name__)
+    call = _with_state if persistent else _called
+    # In containers of its own: what happens to those that were given changes nothing.
+    own = _tree.unflatten(leaves, spec)
+    return Perturbed(name, partial(_function_now, function, own, call), False)
+
+
+def _function_now(
+    function: Callable[..., Any], params: Any, call: Callable[..., Any]
+) -> tuple[list[Tensor], At]:
+    leaves, spec = _tree.flatten(params)
 
     def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def bound(*rest: Any, **named: Any) -> Any:
@@ -94,8 +111,7 @@ def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
 
         return call(bound, state, args, kwargs)
 
-    name = getattr(function, "__name__", type(function).__name__)
-    return Perturbed(name, lambda: (leaves, at), False)
+    return leaves, at
 
 
 def _replicas(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor], At]:
@@ -110,8 +126,8 @@ def _replicas(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor]
     return list(own.values()), at
 
 
-def _called(persistent: bool) -> Callable[..., Any]:
-    return _with_state if persistent else lambda f, _, args, kwargs: (f(*args, **kwargs), None)
+def _called(function: Any, _: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
+    return function(*args, **kwargs), None
 
 
 def _with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

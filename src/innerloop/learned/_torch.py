@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,15 @@ class TorchOptimizer(NoRule):
             raise
 
     def _check(self, group: dict[str, Any]) -> None:
+        if not 0 <= float(group["lr"]) < math.inf:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave lr={group['lr']} to as_torch_optimizer.",
+                    "a number, 0 or more.",
+                    "it is a factor of every change that was learned.",
+                    "as_torch_optimizer(params, lr=1.0), which is what was learned.",
+                )
+            )
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = self.learned.names_of(group, first)
         others = [p for g in self.param_groups for p in g["params"]][:first]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from innerloop.errors import InnerLoopError, four_part
 _KINDS = ("values", "classes")
 FORMS = ("free", "weighted")
 _REACH = 3.0  # of the logarithm of a weight: without a bound, training with it diverges easily
+_IMPOSSIBLE = -1e4  # what the network reads of a class whose log-probability is -inf
 
 
 class LearnedLoss(nn.Module):
@@ -88,6 +90,7 @@ class LearnedLoss(nn.Module):
                     "LearnedLoss(form='weighted') to begin with the ordinary loss.",
                 )
             )
+        _check_counts(extras=extras, moments=moments)
         if moments and (targets == "classes" or not extras):
             raise InnerLoopError(_no_moments(targets, extras, moments))
         self.targets, self.form, self.extras = targets, form, extras
@@ -121,11 +124,13 @@ class LearnedLoss(nn.Module):
             raise InnerLoopError(_shapes(prediction, target))
         if len(extras) != self.extras:
             raise InnerLoopError(_count(self.extras, len(extras)))
-        said = self.net(self._read(prediction, prediction, target, *extras)).squeeze(-1)
+        seen = torch.where(prediction == -math.inf, _IMPOSSIBLE, prediction)
+        said = self.net(self._read(prediction, seen, target, *extras)).squeeze(-1)
         if self.form == "free":
             return softplus(said).to(prediction.dtype)
         if self.targets == "classes":
-            ordinary = -target * prediction
+            # A class that is impossible and not the target costs nothing, as in cross-entropy.
+            ordinary = -target * torch.where(target == 0, seen, prediction)
         else:
             ordinary = (prediction - target).square()
         weight = (_REACH * torch.tanh(said / _REACH)).exp()
@@ -196,6 +201,19 @@ def _axes(prediction: Tensor, extra: Tensor) -> str:
         "it is clear then which number belongs to which coordinate.",
         "extra.unsqueeze(-1) for one number per example.",
     )
+
+
+def _check_counts(**given: Any) -> None:
+    for name, count in given.items():
+        if not isinstance(count, int) or count < 0:
+            raise InnerLoopError(
+                four_part(
+                    f"You gave {name}={count!r} to LearnedLoss.",
+                    "a whole number, 0 or more.",
+                    "it is how many numbers the network reads, or says.",
+                    "LearnedLoss(extras=1, moments=16), or none of them.",
+                )
+            )
 
 
 def _no_moments(targets: str, extras: int, moments: int) -> str:

@@ -36,7 +36,10 @@ class _OfOneModel(LearnedOptimizer):
 
     def set_extra_state(self, state: Any) -> None:
         self._check_kind(state, ("shapes",))
-        self._check_known({name: tuple(shape) for name, shape in state["shapes"].items()})
+        saved = {name: tuple(shape) for name, shape in state["shapes"].items()}
+        self._check_known(saved)
+        if tuple(saved) != self.known:
+            raise InnerLoopError(_other_order(type(self).__name__, tuple(saved), self.known))
 
     def memory(self, count: int) -> Memory:
         return {}
@@ -75,6 +78,20 @@ class _OfOneModel(LearnedOptimizer):
                     f"{type(self).__name__}(model) for this model.",
                 )
             )
+
+
+def _other_order(kind: str, saved: tuple[str, ...], known: tuple[str, ...]) -> str:
+    return four_part(
+        f"You loaded rates for the weights {_shown(saved)} into {kind} of a model with the weights "
+        f"{_shown(known)}.",
+        "the same weights in the same order.",
+        "rates are saved one after the other, and would become those of other weights.",
+        f"{kind}(model) for a model that defines its layers as the one that was saved does.",
+    )
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")
 
 
 class MetaSGD(_OfOneModel):

@@ -38,9 +38,13 @@ def linear_baseline(
                 "more episodes, or dice(...) without a baseline.",
             )
         )
-    features = _features(observations.detach())
-    returns = returns.detach()
-    weight = torch.ones_like(returns) if alive is None else alive.to(returns.dtype)
+    observations, returns = observations.detach(), returns.detach()
+    if alive is not None:
+        # What is not finite would count even with weight zero.
+        observations = torch.where(alive.bool().unsqueeze(-1), observations, 0.0)
+        returns = torch.where(alive.bool(), returns, 0.0)
+    features = _features(observations)
+    weight = torch.ones_like(returns) if alive is None else alive.bool().to(returns.dtype)
     half = episodes // 2
     first, second = slice(None, half), slice(half, None)
     fits = [_fitted(features[s], returns[s], weight[s], ridge) for s in (second, first)]

@@ -42,7 +42,10 @@ def dice(
             time]
         discount: γ.
         decay: λ.
-        alive: whether the action was taken before the end of its episode. [episodes, time]
+        alive: whether the action was taken before the end of its episode. [episodes, time] What
+            comes later does not count; but torch differentiates the log-probabilities there too,
+            so the actions and observations they are made of have to be finite, as
+            :func:`expected_return` makes them.
 
     >>> chance = torch.tensor(0.25, requires_grad=True)  # of the action that earns 1
     >>> log_probs = torch.stack([chance.log(), (1 - chance).log()])[[0, 1, 1, 1]].unsqueeze(1)
@@ -56,6 +59,7 @@ def dice(
         alive = alive.bool()
         log_probs = torch.where(alive, log_probs, 0.0)
         rewards = torch.where(alive, rewards, 0.0)
+        baseline = None if baseline is None else torch.where(alive, baseline, 0.0)
     time = torch.arange(rewards.shape[-1], device=rewards.device)
     future = returns_to_go(rewards, discount)
     guess = 0.0 if baseline is None else baseline.detach()

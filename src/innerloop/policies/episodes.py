@@ -27,12 +27,16 @@ class Episodes(NamedTuple):
 def expected_return(
     policy: Any, episodes: Episodes, *, discount: float = 1.0, decay: float = 1.0
 ) -> Tensor:
-    """:func:`dice` of episodes that were sampled with ``policy``, less a linear baseline."""
+    """:func:`dice` of episodes that were sampled with ``policy``, less a linear baseline.
+
+    What comes after the end of an episode does not count, whatever it is: NaN, or no action at all.
+    """
     observations, actions, rewards, alive = episodes
     rewards = rewards.to(observations.dtype)
     if alive is not None:
         alive = alive.bool()
         rewards = torch.where(alive, rewards, 0.0)
+        observations, actions = _until_the_end(observations, alive), _until_the_end(actions, alive)
     future = returns_to_go(rewards, discount)
     return dice(
         policy.log_prob(observations, actions),
@@ -42,3 +46,14 @@ def expected_return(
         decay=decay,
         alive=alive,
     )
+
+
+def _until_the_end(values: Tensor, alive: Tensor) -> Tensor:
+    """With the first value again in the place of those after the end. [episodes, time, ...]
+
+    It is not enough to leave their log-probabilities out: the derivative of those that are not
+    finite, times zero, is NaN. The first value is one that the policy can handle; zero may not be.
+    """
+    alive = alive.reshape(*alive.shape, *[1] * (values.dim() - alive.dim()))
+    first = torch.where(alive[:, :1], values[:, :1], torch.zeros_like(values[:, :1]))
+    return torch.where(alive, values, first)
