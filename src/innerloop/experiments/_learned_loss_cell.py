@@ -70,11 +70,12 @@ class Cell(Part):
         self.problem = PROBLEMS[name]
         self.rate = self.problem.rate if config.inner_lr is None else config.inner_lr
         self.clip = self.problem.clip if config.inner_clip is None else config.inner_clip
+        self.meta_rate = self.problem.meta_rate if config.meta_lr is None else config.meta_lr
         self.reads_input = config.read_input and name == "sines"
         self.criterion = self._criterion()
         watched = _Watched(self.criterion, self.problem.task_loss)
         self.inner = self._loop(self.rate, watched)
-        self.meta = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
+        self.meta = torch.optim.Adam(self.inner.parameters(), lr=self.meta_rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped = 0
         """Updates left out, as training or its gradient was not finite."""
@@ -150,7 +151,7 @@ class Cell(Part):
     def _update(self, number: int) -> float:
         c = self.config
         self.meta.param_groups[0]["lr"] = (
-            c.meta_lr * (1 + math.cos(math.pi * number / c.iterations)) / 2
+            self.meta_rate * (1 + math.cos(math.pi * number / c.iterations)) / 2
         )
         tasks = self._begun(self.generator, c.tasks, number * c.tasks + 1)
         self.meta.zero_grad()

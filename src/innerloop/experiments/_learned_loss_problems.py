@@ -51,6 +51,8 @@ class Problem:
     """The task's loss is trained with the best of these."""
     clip: float
     """The longest inner gradient, with either loss."""
+    meta_rate: float
+    """Of the outer Adam at the start."""
 
 
 def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
@@ -114,6 +116,7 @@ PROBLEMS = {
         0.05,
         (0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15),
         3.0,
+        0.02,
     ),
     "digits": Problem(
         "classes",
@@ -125,5 +128,6 @@ PROBLEMS = {
         0.5,
         (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5),
         3.0,
+        0.006,
     ),
 }

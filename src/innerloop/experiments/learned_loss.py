@@ -49,7 +49,7 @@ class Config:
     inner_lr: Annotated[float | None, _each("learning rate of the learned loss", "rate")] = None
     inner_clip: Annotated[float | None, _each("longest gradient with either loss", "clip")] = None
     momentum: Annotated[float, "of SGD, with either loss"] = 0.0
-    meta_lr: Annotated[float, "learning rate of the outer Adam, before its cosine to 0"] = 0.02
+    meta_lr: Annotated[float | None, _each("rate of the outer Adam at first", "meta_rate")] = None
     clip: Annotated[float, "longest meta-gradient"] = 1.0
     held_out: Annotated[int, "held-out tasks, each with initial weights of its own"] = 200
     seed: Annotated[int, "the first seed: the same seed gives the same result"] = 0
