@@ -156,6 +156,42 @@ def test_without_a_baseline_it_is_dice_term_by_term():
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("own", [torch.bool, torch.uint8, torch.int8, torch.int64])
+@pytest.mark.parametrize("alive", [None, torch.ones(1, 300)])
+def test_rewards_that_are_whole_numbers(own, alive):
+    """Times above 127 or 255 have no place in their type."""
+    chance = torch.tensor(0.3, requires_grad=True)
+    found = [
+        torch.autograd.grad(dice(chance.log().expand(1, 300), r, discount=0.9, alive=alive), chance)
+        for r in (torch.ones(1, 300), torch.ones(1, 300).to(own))
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("own", [torch.bool, torch.uint8, torch.int64])
+def test_observations_that_are_whole_numbers(own):
+    """Rewards are not rounded to them."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor([[0.3, -0.2], [0.1, 0.4]]))
+
+        def log_prob(self, observations, actions):
+            chosen = self.logits.log_softmax(-1)[observations.long().squeeze(-1)]
+            return chosen.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+    policy, places = Table(), torch.randint(2, (5, 4, 1))
+    actions, rewards = torch.randint(2, (5, 4)), torch.rand(5, 4)
+    found = []
+    for observations in (places.double(), places.to(own)):
+        episodes = policies.Episodes(observations, actions, rewards)
+        value = policies.expected_return(policy, episodes, discount=0.9)
+        found.append((value, *torch.autograd.grad(value, policy.logits)))
+    assert found[0][0] > 0.1 and found[0][1].any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
 def test_decay_zero_is_the_low_variance_curvature():
     logp = torch.randn(4, TIME, requires_grad=True)
     rewards = torch.randn(4, TIME)

@@ -55,6 +55,8 @@ def dice(
     """
     _check(log_probs, rewards, baseline, alive)
     rewards = rewards.detach()
+    if not rewards.is_floating_point():
+        rewards = rewards.to(log_probs.dtype)
     if alive is not None:
         alive = alive.bool()
         log_probs = torch.where(alive, log_probs, 0.0)

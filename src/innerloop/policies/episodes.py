@@ -32,7 +32,10 @@ def expected_return(
     What comes after the end of an episode does not count, whatever it is: NaN, or no action at all.
     """
     observations, actions, rewards, alive = episodes
-    rewards = rewards.to(observations.dtype)
+    # Observations may be numbers of places, in which rewards would be rounded.
+    whole = not observations.is_floating_point()
+    dtype = torch.get_default_dtype() if whole else observations.dtype
+    rewards = rewards.to(dtype)
     if alive is not None:
         alive = alive.bool()
         rewards = torch.where(alive, rewards, 0.0)
@@ -41,7 +44,7 @@ def expected_return(
     return dice(
         policy.log_prob(observations, actions),
         rewards,
-        linear_baseline(observations, future, alive),
+        linear_baseline(observations.to(dtype), future, alive),
         discount=discount,
         decay=decay,
         alive=alive,
