@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def folder_of(tmp_path: Path) -> Run:
 
 def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_a_result_that_diverged_is_null_in_json(tmp_path: Path) -> None:
+    """Infinity and NaN are no JSON: what is not Python cannot read them."""
+    run = folder_of(tmp_path)
+    run.write_result({"mean": math.inf, "seeds": [1.5, math.nan, -math.inf], "at": (0, "x", None)})
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    found = json.loads((run.folder / "result.json").read_text(), parse_constant=refuse)
+    assert found == {"mean": None, "seeds": [1.5, None, None], "at": [0, "x", None]}
 
 
 def test_a_damaged_checkpoint_never_replaces_a_whole_one(

@@ -25,7 +25,7 @@ from innerloop.experiments._command_line import (
     refuse,
 )
 from innerloop.experiments._ranks import ALONE, Ranks, joined, launch, restarted
-from innerloop.experiments._run import KEPT, RESULT, Run, stoppable, unwritable
+from innerloop.experiments._run import KEPT, Run, stoppable, unwritable
 
 STOPPED, WRONG = 130, 2
 _SAVE_AFTER = 60.0  # seconds without a record
@@ -198,7 +198,7 @@ def carry_out(
                 experiment.share(ALONE)  # the others have nothing to do with pictures
                 with run.drawing() as folder:
                     experiment.draw(folder, result)
-                run.write_json(RESULT, result)  # the last file: with it, a run is finished
+                run.write_result(result)
         except OSError as error:
             raise InnerLoopError(unwritable(run.folder, "", error)) from error
     return result

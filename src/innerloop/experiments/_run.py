@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import shlex
 import shutil
@@ -139,6 +140,10 @@ class Run:
     def write_json(self, name: str, value: Any) -> None:
         self._replace(name, (json.dumps(value, indent=2) + "\n").encode())
 
+    def write_result(self, value: Any) -> None:
+        """The last file: with it, a run is finished."""
+        self.write_json(RESULT, _standard(value))
+
     @contextlib.contextmanager
     def drawing(self) -> Iterator[Path]:
         """A folder for pictures, which are moved into the run's when all are whole."""
@@ -266,6 +271,15 @@ class Run:
                 raise InnerLoopError(unwritable(self.folder, name, error)) from error
             raise
         return aside
+
+
+def _standard(value: Any) -> Any:
+    """With null for what diverged: JSON has no infinity and no NaN, and other readers refuse."""
+    if isinstance(value, dict):
+        return {name: _standard(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_standard(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _content(path: Path) -> bytes:
