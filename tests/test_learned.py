@@ -643,8 +643,11 @@ def test_rates_of_the_same_weights_in_another_order_are_refused(kind):
 
     saved = KINDS[kind](model("a", "b")).state_dict()
     KINDS[kind](model("a", "b")).load_state_dict(saved)
+    other = KINDS[kind](model("b", "a"))
+    nn.init.constant_(other.rates, 0.7)
     with pytest.raises(InnerLoopError, match=r"'a\.weight', .*'b\.weight', .* same order"):
-        KINDS[kind](model("b", "a")).load_state_dict(saved)
+        other.load_state_dict(saved)
+    assert (other.rates == 0.7).all(), "what was refused is not taken over"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.learned._checked import Checked
 from innerloop.learned._coordinates import (
     STEP,
     Coordinates,
@@ -24,7 +25,7 @@ from innerloop.learned._torch import TorchOptimizer
 Memory = dict[str, Tensor]
 
 
-class LearnedOptimizer(nn.Module, abc.ABC):
+class LearnedOptimizer(Checked, abc.ABC):
     """A map from gradients to changes of weights that has parameters of its own.
 
     Hand it to :class:`innerloop.InnerLoop` in the place of a ``torch.optim`` instance, and its
@@ -34,6 +35,7 @@ class LearnedOptimizer(nn.Module, abc.ABC):
 
     A subclass says what it remembers and what it does, in :meth:`memory` and :meth:`change`.
 
+    >>> from torch import nn
     >>> class Descent(LearnedOptimizer):
     ...     def __init__(self):
     ...         super().__init__()

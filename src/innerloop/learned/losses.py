@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.learned._checked import Checked
 
 _KINDS = ("values", "classes")
 FORMS = ("free", "weighted")
 _REACH = 3.0  # of the logarithm of a weight: without a bound, training with it diverges easily
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IMPOSSIBLE = -1e4  # what the network reads of a class whose log-probability is -inf
 
 
-class LearnedLoss(nn.Module):
+class LearnedLoss(Checked):
     """A loss ℓ(prediction, target, extras) ≥ 0 by a network, the same for every coordinate.
 
     ``criterion(prediction, target)`` is a loss like those of ``torch.nn``. The same object is a
@@ -38,17 +42,27 @@ class LearnedLoss(nn.Module):
     much to multiply the ordinary one (squared error, cross-entropy): from a twentieth to twenty
     times, and once before it is trained.
 
-    Such a loss is a sum over examples, each by itself. With ``moments`` above 0 (regression only)
-    the errors e of different examples also count together: a second network says numbers f₁, f₂, …
-    from the extras of a coordinate, and Σₖ (mean of fₖ·e)² is added. So an error in one place may
-    count by those in others, as far as the extras tell the places.
+    Such a loss is a sum over examples, each by itself. They count together
+
+    - with ``moments`` above 0 (regression only): a second network says numbers f₁, f₂, … from the
+      extras of a coordinate, and Σₖ (mean of fₖ·e)² of the errors e is added. So an error in one
+      place may count by those in others, as far as the extras tell the places;
+    - with ``centered`` (classes only): a part of the mean logits of all examples, learned and 0 at
+      first, is left out of each. So what all examples have in common may count less, or more.
+
+    With ``steps`` it is told the step of training, from 0 on, as the last of what follows the
+    target. Its networks read it, and it has a factor, and a part to leave out, for each step. Steps
+    beyond count as the last one.
 
     Args:
         targets: ``"values"`` or ``"classes"``.
         form: ``"free"`` or ``"weighted"``.
         extras: how many further numbers it reads for each coordinate: the input, the step, a weight
-            of the example. They are tensors that broadcast to the prediction's shape, or numbers.
+            of the example. They are numbers, or tensors with as many axes as the prediction, each
+            as long or 1 long.
         moments: how many squared means over all coordinates are added.
+        centered: whether a part of the mean logits is left out.
+        steps: how many steps of training it tells apart.
         hidden: widths of the hidden layers.
         dtype: of its weights.
 
@@ -68,6 +82,8 @@ class LearnedLoss(nn.Module):
         form: str = "free",
         extras: int = 0,
         moments: int = 0,
+        centered: bool = False,
+        steps: int = 0,
         hidden: Sequence[int] = (40, 40),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,42 +106,100 @@ class LearnedLoss(nn.Module):
                     "LearnedLoss(form='weighted') to begin with the ordinary loss.",
                 )
             )
-        _check_counts(extras=extras, moments=moments)
+        _check_counts(extras=extras, moments=moments, steps=steps)
         if moments and (targets == "classes" or not extras):
             raise InnerLoopError(_no_moments(targets, extras, moments))
-        self.targets, self.form, self.extras = targets, form, extras
-        self.net = _network((2 + extras, *hidden, 1), dtype)
+        if centered and targets != "classes":
+            raise InnerLoopError(_not_centered())
+        self.targets, self.form, self.extras, self.steps = targets, form, extras, steps
+        self.kind = {
+            "targets": targets,
+            "form": form,
+            "extras": extras,
+            "moments": moments,
+            "centered": bool(centered),
+            "steps": steps,
+            "hidden": [*hidden],
+        }
+        self.net = _network((2 + extras + steps, *hidden, 1), dtype)
         last = self.net[-1]
         assert isinstance(last, nn.Linear)
         if form == "weighted":
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
-        self.moments = _network((extras, *hidden, moments), dtype) if moments else None
+        self.moments = _network((extras + steps, *hidden, moments), dtype) if moments else None
+        # For each step: the logarithm of a factor, and how much of the mean is left out.
+        self.factors = nn.Parameter(torch.zeros(steps, dtype=dtype)) if steps else None
+        self.center = nn.Parameter(torch.zeros(steps or 1, dtype=dtype)) if centered else None
 
     def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
         """The loss of predictions; or of a model on a batch (x, target, *extras)."""
         if not isinstance(prediction, Tensor):
+            if isinstance(target, Tensor):
+                raise InnerLoopError(_no_pair(target))
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
-        values = self.each(prediction, target, *extras)
-        alone = (values.sum(-1) if self.targets == "classes" else values).mean()
-        if self.moments is None:
-            return alone
-        said = self.moments(self._read(prediction, *extras)).to(prediction.dtype)
-        errors = (prediction - target).unsqueeze(-1)
-        return alone + (said * errors).flatten(end_dim=-2).mean(0).square().sum()
+        prediction = _wide(prediction)
+        told, at = self._told(extras)
+        values = self._each(prediction, target, told, at)
+        found = (values.sum(-1) if self.targets == "classes" else values).mean()
+        if self.moments is not None:
+            errors = (prediction - target).unsqueeze(-1)
+            weighted = self.together(prediction, *extras) * errors
+            found = found + weighted.reshape(-1, weighted.shape[-1]).mean(0).square().sum()
+        return found * self._factor(at, found)
 
     def each(self, prediction: Tensor, target: Tensor, *extras: Any) -> Tensor:
         """The loss of each coordinate by itself, of the prediction's shape."""
+        prediction = _wide(prediction)
+        told, at = self._told(extras)
+        values = self._each(prediction, target, told, at)
+        if values.shape != prediction.shape:
+            right = target.long().unsqueeze(-1)
+            values = torch.zeros_like(prediction).scatter(-1, right, values)
+        return values * self._factor(at, values)
+
+    def together(self, prediction: Tensor, *extras: Any) -> Tensor:
+        """The numbers f of each coordinate, by which errors count together. [..., moments]
+
+        They depend on the extras alone.
+        """
+        if self.moments is None:
+            raise InnerLoopError(_no_moments(self.targets, self.extras, 0))
+        told, at = self._told(extras)
+        prediction = _wide(prediction)
+        return self.moments(self._read(prediction, at, *told)).to(prediction.dtype)
+
+    def _told(self, extras: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
+        """The extras without the step, and 1 for this step and 0 for the others. [steps]"""
+        needed = self.extras + bool(self.steps)
+        if len(extras) != needed:
+            raise InnerLoopError(_count(needed, len(extras), bool(self.steps)))
+        weight = next(self.net.parameters())
+        places = torch.arange(self.steps, device=weight.device)
+        if not self.steps:
+            return extras, places.to(weight.dtype)
+        step = _whole(extras[-1], self.steps - 1)
+        return extras[:-1], (places == step).to(weight.dtype)
+
+    def _each(
+        self, prediction: Tensor, target: Tensor, extras: Sequence[Any], at: Tensor
+    ) -> Tensor:
+        """As ``each``; where only the right class has a loss, of it alone: [..., 1]."""
+        right = None
         if self.targets == "classes":
-            target = _probabilities(prediction, target)
-            prediction = prediction.log_softmax(-1)
+            prediction = self._centered(prediction, at).log_softmax(-1)
+            if not target.is_floating_point() and target.shape == prediction.shape[:-1]:
+                right = target.long().unsqueeze(-1)
+                target = torch.zeros_like(prediction).scatter(-1, right, 1.0)
         if prediction.shape != target.shape:
             raise InnerLoopError(_shapes(prediction, target))
-        if len(extras) != self.extras:
-            raise InnerLoopError(_count(self.extras, len(extras)))
+        read = [_like(prediction, number) for number in (prediction, target, *extras)]
+        if self.form == "weighted" and right is not None:
+            read = [number.gather(-1, right) for number in read]
+        prediction, target, *extras = read
         seen = torch.where(prediction == -math.inf, _IMPOSSIBLE, prediction)
-        said = self.net(self._read(prediction, seen, target, *extras)).squeeze(-1)
+        said = self.net(self._read(prediction, at, seen, target, *extras)).squeeze(-1)
         if self.form == "free":
             return softplus(said).to(prediction.dtype)
         if self.targets == "classes":
@@ -136,29 +210,51 @@ class LearnedLoss(nn.Module):
         weight = (_REACH * torch.tanh(said / _REACH)).exp()
         return weight.to(prediction.dtype) * ordinary
 
-    def _read(self, prediction: Tensor, *numbers: Any) -> Tensor:
-        """[..., numbers], in the precision of its own weights, whatever the prediction's is."""
-        read = [_like(prediction, number) for number in numbers]
-        return torch.stack(read, dim=-1).to(next(self.net.parameters()).dtype)
+    def _centered(self, logits: Tensor, at: Tensor) -> Tensor:
+        if self.center is None:
+            return logits
+        part = (self.center * at).sum() if self.steps else self.center
+        return logits - part.to(logits.dtype) * _mean(logits)
+
+    def _factor(self, at: Tensor, values: Tensor) -> Tensor | float:
+        return 1.0 if self.factors is None else (self.factors * at).sum().exp().to(values.dtype)
+
+    def _read(self, prediction: Tensor, at: Tensor, *numbers: Any) -> Tensor:
+        """[..., numbers + steps], in the precision of its weights, whatever the prediction's is."""
+        read = torch.stack([_like(prediction, number) for number in numbers], dim=-1).to(at.dtype)
+        return torch.cat([read, at.expand(*prediction.shape, -1)], -1) if self.steps else read
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"targets": self.targets, "form": self.form}
+        return dict(self.kind)
 
     def set_extra_state(self, state: Any) -> None:
         """Refuse the weights of another kind: they would fit, and mean something else."""
-        if state != self.get_extra_state():
-            kind = f"LearnedLoss({state['targets']!r}, form={state['form']!r})"
+        if state != self.kind:
+            known = isinstance(state, dict) and set(state) == set(self.kind)
+            kind = f"LearnedLoss({_said(state)})" if known else "something else"
             raise InnerLoopError(
                 four_part(
                     f"The state is that of {kind}, this is LearnedLoss({self.extra_repr()}).",
-                    "the same targets and form.",
-                    "the same network says a loss in one form, and a weight in the other.",
-                    f"{kind}, then load_state_dict.",
+                    "the same settings.",
+                    "a weight may fit and mean something else: the loss, or a factor of it.",
+                    f"{kind if known else 'the module that was saved'}, then load_state_dict.",
                 )
             )
 
     def extra_repr(self) -> str:
-        return f"{self.targets!r}, form={self.form!r}, extras={self.extras}"
+        return _said(self.kind)
+
+
+def _said(kind: dict[str, Any]) -> str:
+    """As it is written; what is 0 or False is left out."""
+    named = [f"{name}={value!r}" for name, value in kind.items() if value and name != "targets"]
+    return ", ".join([repr(kind["targets"]), *named])
+
+
+def _wide(prediction: Tensor) -> Tensor:
+    """As torch's own losses in autocast: what is read and summed has at least float32."""
+    small = prediction.dtype in (torch.float16, torch.bfloat16)
+    return prediction.float() if small else prediction
 
 
 def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:
@@ -169,18 +265,14 @@ def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def _probabilities(logits: Tensor, target: Tensor) -> Tensor:
-    """Class numbers as vectors; a number that is no class is an error, in batched tasks too."""
-    if target.is_floating_point() or target.shape != logits.shape[:-1]:
-        return target
-    return torch.zeros_like(logits).scatter(-1, target.unsqueeze(-1), 1.0)
-
-
 def _like(prediction: Tensor, number: Any) -> Tensor:
+    if isinstance(number, numbers.Real):
+        return torch.full_like(prediction, float(number))
     if not isinstance(number, Tensor):
-        return torch.full_like(prediction, number)
-    if number.dim() != prediction.dim():
-        # [points] would be taken for the last axis of [points, points].
+        raise InnerLoopError(_no_number(number))
+    # With fewer axes [points] would be taken for the last axis of [points, points].
+    pairs = zip(number.shape, prediction.shape, strict=False)
+    if number.dim() != prediction.dim() or any(one not in (1, whole) for one, whole in pairs):
         raise InnerLoopError(_axes(prediction, number))
     return number.to(prediction.dtype).expand_as(prediction)
 
@@ -205,7 +297,7 @@ def _axes(prediction: Tensor, extra: Tensor) -> str:
 
 def _check_counts(**given: Any) -> None:
     for name, count in given.items():
-        if not isinstance(count, int) or count < 0:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise InnerLoopError(
                 four_part(
                     f"You gave {name}={count!r} to LearnedLoss.",
@@ -225,10 +317,68 @@ def _no_moments(targets: str, extras: int, moments: int) -> str:
     )
 
 
-def _count(needed: int, found: int) -> str:
+def _not_centered() -> str:
+    return four_part(
+        "You gave centered=True with targets='values'.",
+        "targets='classes'.",
+        "the mean of logits says nothing, while that of values is a part of the prediction.",
+        "LearnedLoss(extras=1, moments=16), with which values count together, or centered=False.",
+    )
+
+
+def _count(needed: int, found: int, step: bool) -> str:
+    last = ", the last of them the step" if step else ""
     return four_part(
         f"The loss was called with {found} extras.",
-        f"{needed}, as it was made.",
+        f"{needed}, as it was made{last}.",
         "its network has one input for each.",
         "criterion(prediction, target, *extras), or a batch (x, target, *extras).",
     )
+
+
+def _no_number(extra: Any) -> str:
+    return four_part(
+        f"An extra is a {type(extra).__name__}.",
+        "a number, or a tensor that broadcasts to the prediction's shape.",
+        "the network reads a number for each coordinate.",
+        "a float, or a tensor with as many axes as the prediction.",
+    )
+
+
+def _no_pair(batch: Tensor) -> str:
+    return four_part(
+        f"The batch is one tensor of shape {tuple(batch.shape)}.",
+        "(x, target), or (x, target, *extras).",
+        "the model is called with the first, and the result compared with the second.",
+        "criterion(model, (x, target)).",
+    )
+
+
+def _whole(step: Any, last: int) -> Tensor:
+    """The number of a step, at most the last one. []
+
+    The value of a tensor is not looked at: it may be one of a batch, or on another device.
+    """
+    if isinstance(step, Tensor) and step.dim() == 0 and step.dtype in _WHOLE:
+        return step.long().clamp(0, last)
+    try:
+        number = -1 if isinstance(step, (bool, Tensor)) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InnerLoopError(
+            four_part(
+                f"The step, the last of the extras, is {step!r}.",
+                "a whole number from 0 on.",
+                "the loss was made with steps, and tells them apart by their number.",
+                "criterion(prediction, target, *extras, 0) for the first step.",
+            )
+        )
+    return torch.tensor(min(number, last))
+
+
+def _mean(logits: Tensor) -> Tensor:
+    """Over all examples, without those in which a class is ruled out. [classes]"""
+    flat = logits.reshape(-1, logits.shape[-1])
+    possible = flat != -math.inf
+    return torch.where(possible, flat, 0.0).sum(0) / possible.sum(0).clamp(min=1)
