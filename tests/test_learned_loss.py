@@ -31,22 +31,27 @@ from innerloop.learned import LearnedLoss
 TASKS, POINTS = 3, 6
 
 
-def problem(kind: str, extras: int = 0, form: str = "free", moments: int = 0):
+def problem(kind: str, extras: int = 0, form: str = "free", moments: int = 0, steps: int = 0):
     """A model, a learned loss, the batch of all tasks, and what the loss is judged by."""
     outputs = 1 if kind == "values" else 4
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs))
     x = torch.randn(TASKS, POINTS, 2)
     numbers = torch.randn(TASKS, POINTS, 1)
     y = numbers if kind == "values" else torch.randint(4, (TASKS, POINTS))
-    more = [torch.randn(TASKS, POINTS, 1), 0.5][:extras]
+    more = [torch.randn(TASKS, POINTS, 1), 0.5][:extras] + [1] * bool(steps)
     task_loss = mse_loss if kind == "values" else cross_entropy
-    loss = LearnedLoss(kind, form=form, extras=extras, moments=moments, hidden=(6, 6))
+    told = {"extras": extras, "moments": moments, "steps": steps}
+    centered = kind == "classes" and form == "weighted"
+    loss = LearnedLoss(kind, form=form, centered=centered, hidden=(6, 6), **told)
     nn.init.normal_(loss.net[-1].weight)  # a weighted one begins at zero
+    for part in (loss.factors, loss.center):
+        if part is not None:
+            nn.init.normal_(part, std=0.5)  # as do these
     return model, loss, (x, y, *more), lambda model, b: task_loss(model(b[0]), b[1])
 
 
-def loop(kind, extras=0, form="free", moments=0, backward=None):
-    model, loss, batch, judge = problem(kind, extras, form, moments)
+def loop(kind, extras=0, form="free", moments=0, steps=0, backward=None):
+    model, loss, batch, judge = problem(kind, extras, form, moments, steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     return il.InnerLoop(model, optimizer, loss, learn=(), val_loss=judge, backward=backward), batch
 
@@ -63,21 +68,23 @@ def meta_gradient(inner, *args, **how):
 
 
 KINDS = pytest.mark.parametrize(
-    ("kind", "extras", "form", "moments"),
+    ("kind", "extras", "form", "moments", "steps"),
     [
-        ("values", 0, "free", 0),
-        ("values", 2, "free", 0),
-        ("classes", 1, "free", 0),
-        ("values", 1, "weighted", 0),
-        ("values", 2, "weighted", 3),
-        ("classes", 0, "weighted", 0),
+        ("values", 0, "free", 0, 0),
+        ("values", 2, "free", 0, 3),
+        ("classes", 1, "free", 0, 0),
+        ("values", 1, "weighted", 0, 0),
+        ("values", 2, "weighted", 3, 0),
+        ("values", 1, "weighted", 3, 2),
+        ("classes", 0, "weighted", 0, 0),
+        ("classes", 1, "weighted", 0, 2),
     ],
 )
 
 
 @KINDS
-def test_the_tape_equals_finite_differences(kind, extras, form, moments):
-    inner, batch = loop(kind, extras, form, moments)
+def test_the_tape_equals_finite_differences(kind, extras, form, moments, steps):
+    inner, batch = loop(kind, extras, form, moments, steps)
     train = [one(batch)] * 3
     _, grads = meta_gradient(inner, train, one(batch))
     directions = [torch.randn_like(g) for g in grads]
@@ -96,8 +103,8 @@ def test_the_tape_equals_finite_differences(kind, extras, form, moments):
 
 @KINDS
 @pytest.mark.parametrize("backward", [il.Remat(), il.Remat(2), il.Binomial(2)], ids=str)
-def test_strategies_agree_with_the_tape(kind, extras, form, moments, backward):
-    inner, batch = loop(kind, extras, form, moments)
+def test_strategies_agree_with_the_tape(kind, extras, form, moments, steps, backward):
+    inner, batch = loop(kind, extras, form, moments, steps)
     train = [one(batch)] * 5
     expected = meta_gradient(inner, train, one(batch))
     inner.backward = backward
@@ -106,8 +113,8 @@ def test_strategies_agree_with_the_tape(kind, extras, form, moments, backward):
 
 
 @KINDS
-def test_tasks_agree_by_loop_and_batched(kind, extras, form, moments):
-    inner, batch = loop(kind, extras, form, moments)
+def test_tasks_agree_by_loop_and_batched(kind, extras, form, moments, steps):
+    inner, batch = loop(kind, extras, form, moments, steps)
     by_loop = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.loop())
     batched = meta_gradient(inner, [batch] * 3, batch, tasks=il.tasks.vmap())
     torch.testing.assert_close(batched, by_loop, rtol=1e-10, atol=1e-12)
@@ -125,9 +132,9 @@ def test_all_of_its_weights_are_learned_and_nothing_else():
 
 
 @KINDS
-def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras, form, moments):
+def test_the_inner_loop_is_an_ordinary_loop_with_it(kind, extras, form, moments, steps):
     """``criterion(model(x), y)`` in anyone's loop ends where the inner loop ends."""
-    inner, batch = loop(kind, extras, form, moments)
+    inner, batch = loop(kind, extras, form, moments, steps)
     x, y, *more = one(batch)
     adapted = inner.adapt([one(batch)] * 4)
     model, criterion = copy.deepcopy(inner.model), inner.loss
@@ -151,14 +158,24 @@ def test_state_dict_round_trip(tmp_path):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [({"form": "weighted"}, {}), ({}, {"form": "weighted"}), ({"targets": "classes"}, {})],
+    [
+        ({"form": "weighted"}, {}),
+        ({}, {"form": "weighted"}),
+        ({"targets": "classes"}, {}),
+        ({"extras": 3}, {"extras": 1, "steps": 4}),  # as many inputs
+        ({"extras": 1}, {"extras": 1, "moments": 2}),
+        ({"targets": "classes"}, {"targets": "classes", "centered": True}),
+        ({"hidden": (40,)}, {}),
+    ],
 )
-def test_the_state_of_another_kind_is_refused(one, other):
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_another_kind_is_refused(one, other, strict):
     """The weights would fit, and mean something else."""
-    before = LearnedLoss(**other)
+    before = LearnedLoss(**{"steps": 2, **other})
+    nn.init.constant_(before.factors, 0.3)
     loaded = copy.deepcopy(before)
     with pytest.raises(InnerLoopError, match="then load_state_dict"):
-        loaded.load_state_dict(LearnedLoss(**one).state_dict())
+        loaded.load_state_dict(LearnedLoss(**{"steps": 2, **one}).state_dict(), strict=strict)
     for a, b in zip(before.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -237,10 +254,140 @@ def test_moments_are_squared_means_of_weighted_errors():
     assert (slope[:7] != other[:7]).all()
 
 
+def test_each_step_has_a_factor_and_the_network_reads_which_it_is():
+    loss = LearnedLoss(form="weighted", steps=3)
+    p, y = torch.randn(2, 8, 1)
+    nn.init.constant_(loss.factors, 0.0)
+    torch.testing.assert_close(loss(p, y, 2), mse_loss(p, y))
+    with torch.no_grad():
+        loss.factors.copy_(torch.tensor([1.0, 2.0, 3.0]).log())
+    for step, factor in ((0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0), (99, 3.0)):
+        for told in (step, torch.tensor(step)):
+            torch.testing.assert_close(loss(p, y, told), factor * mse_loss(p, y))
+            torch.testing.assert_close(loss.each(p, y, told), factor * (p - y).square())
+    nn.init.normal_(loss.net[-1].weight)
+    assert len({(loss(p, y, step) / (step + 1)).item() for step in range(3)}) == 3
+
+
+def test_tasks_may_be_at_different_steps():
+    loss = LearnedLoss(extras=1, form="weighted", moments=2, steps=3)
+    nn.init.normal_(loss.net[-1].weight)
+    nn.init.normal_(loss.factors)
+    p, y, e = torch.randn(3, 3, 5, 1)
+    batched = torch.vmap(loss)(p, y, e, torch.arange(3))
+    alone = [loss(p[k], y[k], e[k], k) for k in range(3)]
+    torch.testing.assert_close(batched, torch.stack(alone))
+
+
+@pytest.mark.parametrize("own", [torch.uint8, torch.int8, torch.int64])
+def test_steps_of_every_whole_type(own):
+    loss = LearnedLoss(form="weighted", steps=300)
+    with torch.no_grad():
+        loss.factors.copy_(torch.arange(300) / 100)
+    p, y = torch.randn(2, 4)
+    for step in (0, 100):
+        expected = loss(p, y, step)
+        torch.testing.assert_close(loss(p, y, torch.tensor(step, dtype=own)), expected)
+    assert loss(p, y, 10**30) == loss(p, y, 299)
+
+
+@pytest.mark.parametrize("kind", ["values", "classes"])
+@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
+def test_low_precision_is_summed_in_float32_like_the_ordinary_loss(kind, own):
+    """Targets near 100 would be rounded to halves, and squares of 500 overflow."""
+    if kind == "values":
+        loss = LearnedLoss(form="weighted", extras=1, dtype=torch.float32)
+        p, y = (500 + torch.randn(6, 1)).to(own), torch.randn(6, 1, dtype=torch.float32)
+        expected = mse_loss(p.float(), y)
+        found = loss(p, y, y)
+    else:
+        loss = LearnedLoss("classes", form="weighted", centered=True, dtype=torch.float32)
+        p, y = (9 * torch.randn(6, 4)).to(own), torch.randint(4, (6,))
+        expected, found = cross_entropy(p.float(), y), loss(p, y)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(p, y, *([y] if kind == "values" else [])).dtype == torch.float32
+
+
+def test_extras_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    loss, (p, y) = LearnedLoss(extras=1, steps=2), torch.randn(2, 4)
+    assert loss(p, y, numpy.float32(0.5), numpy.int64(1)) == loss(p, y, 0.5, 1)
+    state = loss.state_dict()["_extra_state"]
+    state["form"] = "weighted"
+    assert loss.get_extra_state()["form"] == "free", "a state is a copy"
+
+
+def test_predictions_without_an_axis_of_examples():
+    logits, y = torch.randn(5), torch.tensor(2)
+    loss = LearnedLoss("classes", form="weighted", centered=True)
+    torch.testing.assert_close(loss(logits, y), cross_entropy(logits, y))
+    number = torch.tensor(2.0)
+    assert LearnedLoss(extras=1, moments=3)(number, number, number + 1).isfinite()
+
+
+def test_a_part_of_the_mean_logits_is_left_out():
+    loss = LearnedLoss("classes", form="weighted", centered=True)
+    logits, y = torch.randn(4, 6, 3), torch.randint(3, (4, 6))
+    torch.testing.assert_close(loss(logits, y), cross_entropy(logits.flatten(0, 1), y.flatten()))
+    nn.init.constant_(loss.center, 0.7)
+    left = logits - 0.7 * logits.mean((0, 1))
+    torch.testing.assert_close(loss(logits, y), cross_entropy(left.flatten(0, 1), y.flatten()))
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_class_that_is_ruled_out_does_not_move_the_mean(everywhere):
+    loss = LearnedLoss("classes", form="weighted", centered=True)
+    nn.init.constant_(loss.center, 0.7)
+    logits, y = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, 2, 0])
+    mask = torch.zeros(4, 3)
+    mask[:, 1] = torch.tensor([-math.inf] * 4 if everywhere else [-math.inf, 0, 0, -math.inf])
+    mean = torch.where(mask == 0, logits, torch.nan).nanmean(0).nan_to_num(0.0)
+    expected = cross_entropy(logits + mask - 0.7 * mean, y)
+    torch.testing.assert_close(loss(logits + mask, y), expected)
+    (slope,) = torch.autograd.grad(loss(logits + mask, y), logits)
+    assert slope.isfinite().all()
+
+
+def test_weighted_classes_by_number_and_by_probability_are_the_same():
+    """By number only the right class is read."""
+    loss = LearnedLoss("classes", form="weighted", extras=2)
+    nn.init.normal_(loss.net[-1].weight)
+    logits, y = torch.randn(4, 5, 3), torch.randint(3, (4, 5))
+    extras = torch.randn(4, 1, 3), torch.randn(4, 5, 1)
+    vectors = torch.eye(3)[y]
+    torch.testing.assert_close(loss(logits, y, *extras), loss(logits, vectors, *extras))
+    each = loss.each(logits, y, *extras)
+    torch.testing.assert_close(each, loss.each(logits, vectors, *extras))
+    assert each.shape == logits.shape and ((each > 0) == (vectors > 0)).all()
+
+
 @pytest.mark.parametrize(
     ("make", "call", "said"),
     [
         (lambda: LearnedLoss("classes", extras=1, moments=2), (), "moments=0"),
+        (lambda: LearnedLoss(centered=True), (), "centered=False"),
+        (lambda: LearnedLoss(steps=-1), (), "steps=-1 .* 0 or more"),
+        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4)), "last of them the step"),
+        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), -1), "is -1"),
+        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), 0.5), "is 0.5"),
+        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), True), "is True"),
+        (
+            lambda: LearnedLoss(steps=2),
+            (torch.zeros(4), torch.zeros(4), torch.tensor(True)),
+            "whole number",
+        ),
+        (lambda: LearnedLoss(steps=True), (), "steps=True"),
+        (
+            lambda: LearnedLoss(extras=1),
+            (torch.zeros(4), torch.zeros(4), torch.zeros(3)),
+            "as long or 1 long",
+        ),
+        (lambda: LearnedLoss(extras=1), (torch.zeros(4), torch.zeros(4), None), "NoneType"),
+        (LearnedLoss, (nn.Linear(1, 1), torch.zeros(2, 1)), r"\(x, target\)"),
+        (lambda: LearnedLoss().set_extra_state, ({"decays": 3},), "something else"),
+        (lambda: LearnedLoss().together, (torch.zeros(4),), "moments=16"),
         (lambda: LearnedLoss(moments=2), (), "at least one extra"),
         (lambda: LearnedLoss(extras=1, moments=-2), (), "moments=-2 .* 0 or more"),
         (lambda: LearnedLoss(extras=-1), (), "extras=-1 .* 0 or more"),
@@ -316,6 +463,7 @@ def test_a_run_writes_all_it_should(whole: Path) -> None:
     assert [(r["problem"], r["seed"]) for r in records] == [("sines", 0), ("sines", 1)]
     for record in records:
         assert len(record["learned"]) == len(record["task"]) == 5
+        assert record["steps_needed_short"] in (None, *range(5))
         # Both losses begin with the same nets on the same tasks.
         assert record["learned"][0] == record["task"][0]
         assert record["learned"][1] != record["task"][1]
@@ -325,10 +473,10 @@ def test_a_run_writes_all_it_should(whole: Path) -> None:
 
 
 def test_the_learned_loss_can_be_loaded(whole: Path) -> None:
-    criterion = LearnedLoss(form="weighted", extras=3, moments=16).float()  # two steps, and x
+    criterion = LearnedLoss(form="weighted", extras=9, moments=16, steps=2).float()
     criterion.load_state_dict(torch.load(whole / "loss-sines-1.pt", weights_only=True))
     p = torch.randn(5, 1, dtype=torch.float32, requires_grad=True)
-    criterion(p, torch.zeros_like(p), 1.0, 0.0, p.detach()).backward()
+    criterion(p, torch.zeros_like(p), *PROBLEMS["sines"].read(p.detach()), 1).backward()
     assert p.grad is not None and p.grad.any()
 
 
@@ -366,8 +514,14 @@ def test_digits_and_a_rate_that_diverges(tmp_path: Path, few_rates: None) -> Non
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [r["problem"] for r in records] == ["sines", "digits"]
-    assert records[0]["tuned"]["1000000000.0"] == [None, None]
-    assert all(r["rate"] == PROBLEMS[r["problem"]].rates[0] for r in records)
+    for record in records:
+        few = PROBLEMS[record["problem"]]
+        tried = {(rate, clip): errors for rate, clip, *errors in record["tuned"]}
+        assert [*tried] == few.settings
+        if record["problem"] == "sines":
+            assert all(tried[1e9, clip] == [None, None] for clip in few.clips)
+        best = min(few.clips, key=lambda clip: tried[few.rates[0], clip][1])
+        assert record["setting"] == [few.rates[0], best]
     assert all(0 <= error <= 1 for error in records[1]["learned"])
     assert (tmp_path / "run" / "shape-digits.png").exists()
 
@@ -402,7 +556,7 @@ def test_neither_loss_moves_a_net_further_than_the_longest_gradient() -> None:
     tasks = cell._begun(torch.Generator().manual_seed(0), 2, 1)
     for loss in (cell.criterion, cell.problem.task_loss):
         watched = learned_loss_cell._Watched(loss, cell.problem.error)
-        inner = cell._loop(0.1, watched)
+        inner = cell._loop(watched, 0.1, cell.clip)
         for adapted in inner.adapt([(cell._batch(tasks.support, 0), tasks.query)], tasks=True):
             moved = torch.cat([p.flatten() for p in adapted.params.values()]).norm()
             torch.testing.assert_close(moved.item(), 0.05, rtol=1e-4, atol=0)
@@ -413,7 +567,7 @@ def test_what_came_before_a_net_diverged_counts(name: str) -> None:
     """The loss is good for two steps, then tears the net apart."""
     if name == "digits":
         pytest.importorskip("sklearn")
-    cell = Cell(Config(steps=2, horizon=6, held_out=2, inner_clip=math.inf), name, 0)
+    cell = Cell(Config(steps=2, horizon=6, held_out=2), name, 0)
     own, steps = cell.problem.task_loss, []
 
     def late(model: nn.Module, batch: tuple[Any, ...]) -> torch.Tensor:
@@ -421,8 +575,8 @@ def test_what_came_before_a_net_diverged_counts(name: str) -> None:
         loss = own(model, batch[:2])
         return loss if len(steps) < 3 else loss * 1e30
 
-    found = cell._errors(late, cell.problem.rates[0], 0)
-    plain = cell._errors(own, cell.problem.rates[0], 0)
+    found = cell._errors(late, cell.problem.rates[0], math.inf, 0)
+    plain = cell._errors(own, cell.problem.rates[0], math.inf, 0)
     assert found[:3] == plain[:3]
     assert found[4:] == [math.inf] * 3 and math.isfinite(plain[-1])
     assert learned_loss_cell._needed(found, plain[2]) <= 2

@@ -18,14 +18,8 @@ from innerloop.learned import LearnedLoss
 
 # Apart from each other, and from the training tasks and weights of every seed.
 _HELD_OUT, _CHOICE = 1_000_000_003, 2_000_000_003
-_PLACES = 5.0  # the weight of x at the start: its places are to be told apart beside the steps
+_FLOOR = 0.05  # below this a loss counts as none: its logarithm would be all that is learned
 _SEEDS_APART = 10_000_000_000  # initial weights that one seed may use
-
-
-def step_numbers(config: Any, step: int) -> list[float]:
-    """1 for this step and 0 for the others; steps beyond those learned count as the last."""
-    at = min(step, config.steps - 1)
-    return [float(k == at) for k in range(config.steps)] if config.read_step else []
 
 
 class _Displaced(nn.Module):
@@ -68,48 +62,47 @@ class Cell(Part):
     def __init__(self, config: Any, name: str, seed: int) -> None:
         self.config, self.name, self.seed = config, name, seed
         self.problem = PROBLEMS[name]
-        self.rate = self.problem.rate if config.inner_lr is None else config.inner_lr
-        self.clip = self.problem.clip if config.inner_clip is None else config.inner_clip
-        self.meta_rate = self.problem.meta_rate if config.meta_lr is None else config.meta_lr
-        self.reads_input = config.read_input and name == "sines"
+        self.rate = _given(config.inner_lr, self.problem.rate)
+        self.clip = _given(config.inner_clip, self.problem.clip)
+        self.meta_rate = _given(config.meta_lr, self.problem.meta_rate)
+        self.meta_clip = _given(config.clip, self.problem.meta_clip)
+        self.updates = _updates(config, name)
+        self.read = self.problem.read if config.read_input else None
         self.criterion = self._criterion()
         watched = _Watched(self.criterion, self.problem.task_loss)
-        self.inner = self._loop(self.rate, watched)
+        self.inner = self._loop(watched, self.rate, self.clip)
         self.meta = torch.optim.Adam(self.inner.parameters(), lr=self.meta_rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped = 0
         """Updates left out, as training or its gradient was not finite."""
         self.before = self.kept()
         """The loss before its last update, which is undone if nets diverge after it."""
-        self.tuned: dict[str, list[float]] = {}
-        """Errors of the task's loss at steps and horizon, by rate."""
+        self.tuned: list[list[float]] = []
+        """Errors of the task's loss after steps and horizon, for each of the problem's settings."""
 
     @staticmethod
     def units(config: Any, name: str) -> int:
-        return config.iterations + len(PROBLEMS[name].rates) + 1
+        return _updates(config, name) + len(PROBLEMS[name].settings) + 1
 
     def _criterion(self) -> LearnedLoss:
+        c = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            criterion = LearnedLoss(
+            return LearnedLoss(
                 self.problem.targets,
-                form=self.config.form,
-                extras=len(step_numbers(self.config, 0)) + int(self.reads_input),
-                moments=self.config.moments if self.reads_input else 0,
+                form=c.form,
+                extras=0 if self.read is None else len(self.read(torch.zeros(1))),
+                moments=0 if self.read is None else c.moments,
+                centered=c.centered and self.problem.targets == "classes",
+                steps=c.steps if c.read_step else 0,
                 dtype=torch.float32,
             )
-        if criterion.moments is not None:
-            first = criterion.moments[0]
-            assert isinstance(first, nn.Linear)
-            with torch.no_grad():
-                first.weight[:, -1] *= _PLACES
-        return criterion
 
-    def _loop(self, rate: float, loss: _Watched) -> il.InnerLoop:
+    def _loop(self, loss: _Watched, rate: float, clip: float) -> il.InnerLoop:
         net = _Displaced(self.problem.build(0))
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
         # Without it a loss that is learned soon tears some net apart, and no gradient is left.
-        clipped = il.clip_norm(self.clip)
+        clipped = il.clip_norm(clip)
         return il.InnerLoop(net, sgd, loss, learn=(), grad_transform=clipped, tasks=il.tasks.vmap())
 
     # --- state --------------------------------------------------------------------------------
@@ -137,12 +130,14 @@ class Cell(Part):
     # --- work ---------------------------------------------------------------------------------
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        place, rates = unit - self.config.iterations, self.problem.rates
+        place, settings = unit - self.updates, self.problem.settings
         if place < 0:
             shown = {"loss": f"{self._update(unit):.3f}"}
-        elif place < len(rates):
-            self.tuned[str(rates[place])] = self._tune(rates[place])
-            shown = {"rate": f"{rates[place]:g}"}
+        elif place < len(settings):
+            rate, clip = settings[place]
+            found = self._errors(self.problem.task_loss, rate, clip, _CHOICE)
+            self.tuned.append([found[self.config.steps], found[self.config.horizon]])
+            shown = {"rate": f"{rate:g}", "clip": f"{clip:g}"}
         else:
             records.append(self._compare())
             shown = {"steps needed": str(records[-1]["steps_needed"])}
@@ -151,14 +146,16 @@ class Cell(Part):
     def _update(self, number: int) -> float:
         c = self.config
         self.meta.param_groups[0]["lr"] = (
-            self.meta_rate * (1 + math.cos(math.pi * number / c.iterations)) / 2
+            self.meta_rate * (1 + math.cos(math.pi * number / self.updates)) / 2
         )
         tasks = self._begun(self.generator, c.tasks, number * c.tasks + 1)
         self.meta.zero_grad()
-        # Judged over the later half of the steps: the last alone says little about the first.
-        loss = self._seen(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean()
+        # Judged over the later half of the steps: the last alone says little about the first. By
+        # the logarithm, so that a few tasks with large losses are not all that counts.
+        late = self._seen(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean(1)
+        loss = (late + _FLOOR).log().mean()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), c.clip)
+        norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), self.meta_clip)
         # A loss that overflows has no gradient, which is finite.
         if loss.isfinite() and norm.isfinite():
             self.before = self.kept()
@@ -166,7 +163,7 @@ class Cell(Part):
         else:
             self.criterion.load_state_dict(self.before)
             self.skipped += 1
-        return loss.item()
+        return late.mean().item()
 
     def _begun(self, generator: torch.Generator, count: int, first: int) -> Tasks:
         """Tasks whose inputs come with initial weights, of the seeds from ``first`` on."""
@@ -183,32 +180,29 @@ class Cell(Part):
         return inner.adapt(train, tasks=True).aux
 
     def _batch(self, examples: tuple[Any, Tensor], step: int) -> tuple[Any, ...]:
-        """The examples with the extras of a step."""
+        """The examples with what the learned loss is told in a step."""
         x, y = examples
-        told = step_numbers(self.config, step)
-        return x, y, *told, *([x[0]] if self.reads_input else [])
+        told = () if self.read is None else self.read(x[0])
+        return (x, y, *told, step) if self.config.read_step else (x, y, *told)
 
-    def _tune(self, rate: float) -> list[float]:
-        found = self._errors(self.problem.task_loss, rate, _CHOICE)
-        return [found[self.config.steps], found[self.config.horizon]]
-
-    def _errors(self, loss: Any, rate: float, first: int) -> list[float]:
+    def _errors(self, loss: Any, rate: float, clip: float, first: int) -> list[float]:
         """The error after 0, 1, … steps, in the mean over tasks and their initial weights.
 
         Infinite from the step on at which any net diverges.
         """
         generator = torch.Generator().manual_seed(first + self.seed)
         tasks = self._begun(generator, self.config.held_out, first)
-        inner = self._loop(rate, _Watched(loss, self.problem.error))
+        inner = self._loop(_Watched(loss, self.problem.error), rate, clip)
         with torch.no_grad():
             seen = self._seen(inner, tasks, self.config.horizon).mean(0)
         return seen.nan_to_num(math.inf, math.inf).tolist()
 
     def _compare(self) -> dict[str, Any]:
         c = self.config
-        learned = self._errors(self.criterion, self.rate, _HELD_OUT)
-        rate_short, short = self._best(0, c.steps)
-        rate, task = self._best(1, c.horizon)
+        learned = self._errors(self.criterion, self.rate, self.clip, _HELD_OUT)
+        short_setting, short = self._best(0, c.steps)
+        setting, task = self._best(1, c.horizon)
+        tuned = zip(self.problem.settings, self.tuned, strict=True)
         return {
             "problem": self.name,
             "seed": self.seed,
@@ -216,20 +210,29 @@ class Cell(Part):
             "learned": [_in_json(error) for error in learned],
             "task": task,
             "task_short": short[c.steps],
-            "rate": rate,
-            "rate_short": rate_short,
-            "tuned": {r: [_in_json(e) for e in errors] for r, errors in self.tuned.items()},
+            "setting": setting,
+            "setting_short": short_setting,
+            "tuned": [[*pair, *map(_in_json, errors)] for pair, errors in tuned],
             "steps_needed": _needed(learned, task[c.horizon]),
+            "steps_needed_short": _needed(learned, short[c.steps]),
         }
 
-    def _best(self, place: int, steps: int) -> tuple[float, list[float]]:
-        """The best rate on other tasks that does not diverge on the held-out ones either."""
-        for rate in sorted(self.tuned, key=lambda r: self.tuned[r][place]):
-            own = self.problem.task_loss
-            found = self._errors(own, float(rate), _HELD_OUT)
-            if math.isfinite(found[steps]):
-                return float(rate), found
+    def _best(self, place: int, steps: int) -> tuple[tuple[float, float], list[float]]:
+        """The best rate and clip on other tasks that do not diverge on the held-out ones either."""
+        found = zip(self.problem.settings, self.tuned, strict=True)
+        for setting, _ in sorted(found, key=lambda pair: pair[1][place]):
+            errors = self._errors(self.problem.task_loss, *setting, _HELD_OUT)
+            if math.isfinite(errors[steps]):
+                return setting, errors
         raise InnerLoopError(f"The task's loss diverged on {self.name} with every rate.")
+
+
+def _updates(config: Any, name: str) -> int:
+    return PROBLEMS[name].iterations if config.iterations is None else config.iterations
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _needed(learned: list[float], error: float) -> int | None:

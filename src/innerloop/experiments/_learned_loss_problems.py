@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from innerloop.experiments._sines import HIGH, LOW, build_net, draw_sines
 _SINE_SHOTS = 100
 _DIGITS_SHOWN, _DIGITS_JUDGED = 50, (50, 200)  # the latter where held out
 _WIDTH = 32
+_WAVES = 4
 
 
 class Tasks(NamedTuple):
@@ -45,14 +48,26 @@ class Problem:
     error: Measure
     """What is reported."""
     measured: str
+    read: Callable[[Tensor], tuple[Tensor, ...]] | None
+    """What a learned loss is told of the inputs: numbers of the shape of the prediction."""
     rate: float
     """Of the learned loss."""
-    rates: tuple[float, ...]
-    """The task's loss is trained with the best of these."""
     clip: float
-    """The longest inner gradient, with either loss."""
+    """The longest inner gradient with the learned loss."""
+    rates: tuple[float, ...]
+    clips: tuple[float, ...]
+    """The task's loss is trained with the best of these, in all pairs."""
     meta_rate: float
     """Of the outer Adam at the start."""
+    meta_clip: float
+    """The longest meta-gradient."""
+    iterations: int
+    """Meta-updates of a short run."""
+
+    @property
+    def settings(self) -> list[tuple[float, float]]:
+        """Rates and clips of the task's loss."""
+        return [*itertools.product(self.rates, self.clips)]
 
 
 def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
@@ -105,29 +120,43 @@ def _wrong(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (said.argmax(-1) != batch[1]).to(said.dtype).mean()
 
 
+def _waves(x: Tensor) -> tuple[Tensor, ...]:
+    """The place, and waves of some lengths there: what tells places apart at several scales."""
+    turns = [k * math.pi * x / (HIGH - LOW) for k in range(1, _WAVES + 1)]
+    return x / HIGH, *(turn.sin() for turn in turns), *(turn.cos() for turn in turns)
+
+
 PROBLEMS = {
     "sines": Problem(
-        "values",
-        _sines,
-        build_net,
-        _squared_error,
-        _squared_error,
-        "mean squared error",
-        0.05,
-        (0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15),
-        3.0,
-        0.02,
+        targets="values",
+        draw=_sines,
+        build=build_net,
+        task_loss=_squared_error,
+        error=_squared_error,
+        measured="mean squared error",
+        read=_waves,
+        rate=0.1,
+        clip=3.0,
+        rates=(0.03, 0.05, 0.07, 0.1, 0.15),
+        clips=(1.0, 3.0),
+        meta_rate=0.02,
+        meta_clip=1.0,
+        iterations=400,
     ),
     "digits": Problem(
-        "classes",
-        _digits,
-        _digits_net,
-        _cross_entropy,
-        _wrong,
-        "share of wrong answers",
-        0.5,
-        (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5),
-        3.0,
-        0.006,
+        targets="classes",
+        draw=_digits,
+        build=_digits_net,
+        task_loss=_cross_entropy,
+        error=_wrong,
+        measured="share of wrong answers",
+        read=None,
+        rate=1.5,
+        clip=1.0,
+        rates=(0.8, 1.0, 1.5, 2.0, 3.0),
+        clips=(0.3, 1.0),
+        meta_rate=0.01,
+        meta_clip=0.1,
+        iterations=400,
     ),
 }

@@ -2,9 +2,9 @@
 
 ``innerloop learned-loss`` learns one on sines and one on handwritten digits. Every task starts from
 random weights. Then nets are trained on held-out tasks by SGD with clipped gradients: with the
-learned loss, and with the task's own (squared error, cross-entropy) at its best learning rate,
-chosen on other tasks, which is all that a constant factor could do. It tells how many steps the
-learned loss needs for what the task's own reaches.
+learned loss, and with the task's own (squared error, cross-entropy) at the best of ten pairs of
+learning rate and clip, chosen on other tasks: a constant factor could do no more. It tells how many
+steps the learned loss needs for what the task's own reaches.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ class Config:
 
     problem: Annotated[str, f"one of {', '.join(PROBLEMS)}, {_BOTH}"] = _BOTH
     seeds: Annotated[int, "how often all is repeated"] = 3
-    iterations: Annotated[int, "meta-updates of a loss"] = 300
+    iterations: Annotated[int | None, _each("meta-updates of a loss", "iterations")] = None
     tasks: Annotated[int, "tasks in a meta-update"] = 16
     steps: Annotated[int, "inner steps that a loss is learned for"] = 20
     horizon: Annotated[int, "steps of the task's own loss in the comparison"] = 100
     form: Annotated[str, f"what the network says: {', '.join(FORMS)}"] = "weighted"
     read_step: Annotated[bool, "the learned loss is told which step it is"] = True
-    read_input: Annotated[bool, "on sines the learned loss is told x"] = True
+    read_input: Annotated[bool, "on sines the learned loss is told x, and waves of x"] = True
     moments: Annotated[int, "on sines, if it is told x: weighted mean errors that it squares"] = 16
+    centered: Annotated[bool, "on digits it may leave a part of the mean logits out"] = True
     inner_lr: Annotated[float | None, _each("learning rate of the learned loss", "rate")] = None
-    inner_clip: Annotated[float | None, _each("longest gradient with either loss", "clip")] = None
+    inner_clip: Annotated[float | None, _each("longest gradient with it", "clip")] = None
     momentum: Annotated[float, "of SGD, with either loss"] = 0.0
     meta_lr: Annotated[float | None, _each("rate of the outer Adam at first", "meta_rate")] = None
-    clip: Annotated[float, "longest meta-gradient"] = 1.0
+    clip: Annotated[float | None, _each("longest meta-gradient", "meta_clip")] = None
     held_out: Annotated[int, "held-out tasks, each with initial weights of its own"] = 200
     seed: Annotated[int, "the first seed: the same seed gives the same result"] = 0
     out: Annotated[Path, "folder of the run"] = Path("out/learned-loss")
@@ -59,7 +60,8 @@ class Config:
         check_choice("problem", self.problem, (*PROBLEMS, _BOTH))
         check_choice("form", self.form, FORMS)
         for name in ("seeds", "iterations", "tasks", "steps", "horizon", "held_out"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 refuse(name, getattr(self, name), "at least 1")
         if self.moments < 0:
             refuse("moments", self.moments, "at least 0")
@@ -84,8 +86,8 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"seeds": 5, "iterations": 3000, "tasks": 32, "held_out": 500},
-    "quick": {"iterations": 180},
+    "paper": {"seeds": 5, "iterations": 2000, "tasks": 16, "held_out": 500},
+    "quick": {"seeds": 2},
 }
 
 
@@ -121,7 +123,8 @@ class LearningLosses(Parts):
         return {
             "seeds": [r["seed"] for r in found],
             "steps_needed": [r["steps_needed"] for r in found],
-            "rates": [r["rate"] for r in found],
+            "steps_needed_short": [r["steps_needed_short"] for r in found],
+            "settings": [r["setting"] for r in found],
             "errors": errors,
             "skipped": [r["skipped"] for r in found],
             "mean": {key: _of_all(statistics.fmean, values) for key, values in errors.items()},
@@ -141,22 +144,25 @@ class LearningLosses(Parts):
 
     def _table(self, name: str, found: dict[str, Any]) -> list[str]:
         c = self.config
+        # At its best: with the rate and clip that were the best on other tasks.
         rows = {
             f"learned loss, {c.steps} steps": "learned_short",
-            f"task's loss at its best rate, {c.steps} steps": "task_short",
+            f"task's loss at its best, {c.steps} steps": "task_short",
             f"learned loss, {c.horizon} steps": "learned_long",
-            f"task's loss at its best rate, {c.horizon} steps": "task_long",
+            f"task's loss at its best, {c.horizon} steps": "task_long",
         }
-        lines = [f"{name}: {PROBLEMS[name].measured} on held-out tasks, {c.seeds} seeds"]
+        times = "1 seed" if c.seeds == 1 else f"{c.seeds} seeds"
+        lines = [f"{name}: {PROBLEMS[name].measured} on held-out tasks, {times}"]
         for said, key in rows.items():
             mean, spread = found["mean"][key], found["spread"][key]
-            told = "diverged" if mean is None else f"{mean:.4f} ± {spread:.4f}"
+            told = "diverged" if mean is None else f"{mean:.4f}"
+            if mean is not None and c.seeds > 1:
+                told += f" ± {spread:.4f}"
             lines.append(f"  {said:50} {told}")
-        needed = ", ".join(_counted(n, c.horizon) for n in found["steps_needed"])
-        lines.append(
-            f"  steps of the learned loss to what the task's loss has after {c.horizon}, by seed: "
-            + needed
-        )
+        for steps, key in ((c.steps, "steps_needed_short"), (c.horizon, "steps_needed")):
+            needed = ", ".join(_counted(n, c.horizon) for n in found[key])
+            said = f"steps of the learned loss to what the task's loss has after {steps}, by seed"
+            lines.append(f"  {said}: {needed}")
         if skipped := sum(found["skipped"]):
             lines.append(f"  {skipped} meta-updates were left out: nets diverged in them")
         return lines
