@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -162,6 +163,10 @@ def joined(device: str) -> Iterator[Ranks]:
         return
     if not dist.is_available():
         raise InnerLoopError("This build of torch has no torch.distributed: run without torchrun.")
+    # Default arguments of that module are the group there is when it is first imported, which
+    # torch._dynamo does in passing. A group that they hold lives on after it is destroyed, and its
+    # threads make torch abort the process at the interpreter's exit now and then.
+    importlib.import_module("torch.distributed.nn.functional")
     # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     try:
