@@ -336,6 +336,7 @@ def test_cavia_without_a_validation_loss_by_name() -> None:
     [
         (lambda: algorithms.cavia(nn.Tanh(), loss, context=2), "Tanh without weights"),
         (lambda: algorithms.cavia(net(), loss, context=2.5), r"context=2\.5.*whole number"),
+        (lambda: algorithms.cavia(net(), loss, context=True), "context=True.*whole number"),
         (lambda: algorithms.anil(net(), loss, head=[]), r"head=\[\]"),
         (lambda: algorithms.anil(net(), loss, head="head"), "head='head'"),
         (lambda: algorithms.anil(net(), loss, head=nn.Tanh()), "head=Tanh"),

@@ -503,6 +503,28 @@ def after_saving(value):
     return torch.load(file, weights_only=False)
 
 
+def test_a_saved_state_stays_as_it_was_when_the_function_writes_in_place():
+    w = torch.tensor([0.5], requires_grad=True)
+
+    class Counter:
+        def __init__(self):
+            self.seen = torch.zeros(1)
+
+    def part(w, state):
+        total, counter = (torch.zeros(1), Counter()) if state is None else state
+        counter.seen.add_(1)
+        return total.add_(w * counter.seen).sum(), (total, counter)
+
+    estimator = estimate.evolution(part, w, samples=2, persistent=True, seed=0)
+    estimator()
+    saved = estimator.state_dict()
+    values = [estimator().item()]
+    for _ in range(2):
+        estimator.load_state_dict(saved)
+        values.append(estimator().item())
+    assert values[0] == values[1] == values[2]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, after_saving])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_copy_belongs_to_the_copied_loop(copied, persistent):

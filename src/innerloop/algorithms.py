@@ -192,7 +192,7 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     context, and so is the adapted model called.
     """
     _check_free("cavia", options, "learn")
-    if not isinstance(context, int) or context < 1:
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise InnerLoopError(
             four_part(
                 f"You wrote cavia(..., context={context!r}).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from innerloop import _tree
 from innerloop._ambient import Randomness, devices_of
 from innerloop._watch import Draws
 from innerloop.errors import InnerLoopError, four_part
@@ -112,7 +114,7 @@ class evolution:
     def state_dict(self) -> dict[str, Any]:
         """What the next call depends on; in a persistent run the samples' states too."""
         random = self._generator.get_state()
-        return {"generator": random, "sum": self._sum, "states": list(self._states)}
+        return {"generator": random, "sum": self._sum, "states": _own(self._states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -126,7 +128,7 @@ class evolution:
                 )
             )
         self._generator.set_state(state["generator"])
-        self._sum, self._states = state["sum"], list(state["states"])
+        self._sum, self._states = state["sum"], _own(state["states"])
 
     def _drawn(self, param: Tensor) -> Tensor:
         # On the CPU, so that the numbers do not depend on the device.
@@ -186,6 +188,12 @@ class _Estimate(torch.autograd.Function):
         weights = ctx.slopes.reshape(len(ctx.slopes), -1) @ grad.reshape(-1)
         grads = [torch.tensordot(weights.to(e.device, e.dtype), e, 1) for e in ctx.noise]
         return None, None, *grads
+
+
+def _own(states: list[Any]) -> list[Any]:
+    """Copies, also of what is in objects: a function may write to its state in place."""
+    plain = _tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, states)
+    return copy.deepcopy(plain)
 
 
 def _added(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:

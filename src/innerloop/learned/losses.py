@@ -135,7 +135,7 @@ class LearnedLoss(Checked):
     def forward(self, prediction: Any, target: Any, *extras: Any) -> Tensor:
         """The loss of predictions; or of a model on a batch (x, target, *extras)."""
         if not isinstance(prediction, Tensor):
-            if isinstance(target, Tensor):
+            if not isinstance(target, list | tuple) or len(target) < 2:
                 raise InnerLoopError(_no_pair(target))
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
@@ -345,9 +345,11 @@ def _no_number(extra: Any) -> str:
     )
 
 
-def _no_pair(batch: Tensor) -> str:
+def _no_pair(batch: Any) -> str:
+    several = isinstance(batch, list | tuple)
+    found = f"{type(batch).__name__} of {len(batch)}" if several else type(batch).__name__
     return four_part(
-        f"The batch is one tensor of shape {tuple(batch.shape)}.",
+        f"The batch is a {found}.",
         "(x, target), or (x, target, *extras).",
         "the model is called with the first, and the result compared with the second.",
         "criterion(model, (x, target)).",
