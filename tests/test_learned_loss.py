@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import json
 import math
 import os
@@ -306,8 +307,52 @@ def test_low_precision_is_summed_in_float32_like_the_ordinary_loss(kind, own):
         expected, found = cross_entropy(p.float(), y), loss(p, y)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert loss(p, y, *([y] if kind == "values" else [])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["values", "classes"])
+@pytest.mark.parametrize("form", ["free", "weighted"])
+def test_autocast_changes_nothing(kind, form):
+    """As with torch's own losses: predictions near each other are not taken for the same."""
+    more = {"extras": 1, "moments": 2} if kind == "values" else {"centered": True}
+    loss = LearnedLoss(kind, form=form, steps=2, dtype=torch.float32, **more)
+    nn.init.normal_(loss.net[-1].weight)
+    p = torch.linspace(20, 20.5, 12, dtype=torch.float32).view(4, 3).requires_grad_()
+    batch = (p.detach() + 1, p.detach(), 1) if kind == "values" else (torch.arange(4) % 3, 1)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value, each = loss(p, *batch), loss.each(p, *batch)
+        found.append((value, *torch.autograd.grad(value, p), each))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_hidden_may_be_any_whole_numbers():
+    numpy = pytest.importorskip("numpy")
+    for hidden in ((w for w in (3, 4)), numpy.array([3, 4])):
+        loss = LearnedLoss(hidden=hidden)
+        assert [part.out_features for part in loss.net if isinstance(part, nn.Linear)] == [3, 4, 1]
+        file = io.BytesIO()
+        torch.save(loss.state_dict(), file)
+        file.seek(0)
+        loss.load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_targets_do_not_change_the_precision():
+    loss = LearnedLoss(extras=1, moments=2, dtype=torch.float32)
+    p = torch.randn(4, dtype=torch.float32)
+    assert loss(p, torch.randn(4), p).dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", ["free", "weighted"])
+def test_with_a_class_ruled_out_it_is_the_loss_of_the_others(form):
+    loss, y = LearnedLoss("classes", form=form), torch.tensor([0, 2, 2, 0])
+    logits = torch.randn(4, 3)
+    ruled_out = logits.index_fill(1, torch.tensor([1]), -math.inf)
+    torch.testing.assert_close(loss(ruled_out, y), loss(logits[:, [0, 2]], y // 2))
+
+
+def test_a_free_loss_shows_that_values_diverged():
+    assert not LearnedLoss()(torch.tensor([-math.inf]), torch.zeros(1)).isfinite()
 
 
 def test_extras_of_numpy_are_numbers():

@@ -168,6 +168,47 @@ def test_rewards_that_are_whole_numbers(own, alive):
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
+def test_halves_are_discounted_in_float32(own):
+    """In bfloat16 0.99 is 0.988, and there are no times above 256 but every second."""
+    log_probs, rewards = torch.zeros(1, 300, requires_grad=True), torch.ones(1, 300)
+    expected = torch.autograd.grad(dice(log_probs, rewards, discount=0.99), log_probs)
+    for r, logp in ((rewards.to(own), log_probs), (rewards, log_probs.to(own))):
+        found = torch.autograd.grad(dice(logp, r, discount=0.99), log_probs)
+        # Log-probabilities that are halves have slopes that are halves.
+        bound = 1e-5 if logp is log_probs else torch.finfo(own).eps
+        torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+    torch.testing.assert_close(
+        returns_to_go(rewards.to(own), 0.99).double(),
+        returns_to_go(rewards, 0.99),
+        rtol=1e-5,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
+def test_autocast_and_observations_that_are_halves(own):
+    class Still(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.tensor(0.3))
+
+        def log_prob(self, observations, actions):
+            return -(actions - self.mean).square().sum(-1)
+
+    policy, seen = Still(), torch.randn(6, 40, 2).to(own)
+    episodes = policies.Episodes(seen.float(), torch.randn(6, 40, 1), torch.rand(6, 40))
+
+    def slope(episodes):
+        value = policies.expected_return(policy, episodes, discount=0.99)
+        return torch.autograd.grad(value, policy.mean)[0]
+
+    expected = slope(episodes)
+    torch.testing.assert_close(slope(episodes._replace(observations=seen)), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(slope(episodes), expected)
+
+
 @pytest.mark.parametrize("own", [torch.bool, torch.uint8, torch.int64])
 def test_observations_that_are_whole_numbers(own):
     """Rewards are not rounded to them."""

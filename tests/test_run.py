@@ -49,6 +49,12 @@ def test_a_result_that_diverged_is_null_in_json(tmp_path: Path) -> None:
 
     found = json.loads((run.folder / "result.json").read_text(), parse_constant=refuse)
     assert found == {"mean": None, "seeds": [1.5, None, None], "at": [0, "x", None]}
+    run.write_metrics([{"loss": math.nan}, {"loss": 1.0}])
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse) for line in lines] == [
+        {"loss": None},
+        {"loss": 1},
+    ]
 
 
 def test_a_damaged_checkpoint_never_replaces_a_whole_one(

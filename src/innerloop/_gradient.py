@@ -1,9 +1,7 @@
-"""What every inner gradient needs: a loss that has one, and an update in full precision."""
+"""What every inner gradient needs: a loss that has one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,16 +45,6 @@ def check_loss(loss: Any) -> None:
                 "for NaN.",
             )
         )
-
-
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """An update is not part of an autocast region, as ``torch.optim``'s is not."""
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
 
 
 def refuse_higher(

@@ -1,6 +1,9 @@
-"""Functions whose derivatives stay finite at zero."""
+"""Derivatives that stay finite at zero, and numbers with enough digits."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,3 +35,22 @@ def safe_norm(x: Tensor) -> Tensor:
     tensor([0., 0., 0.])
     """
     return safe_sqrt(x.square().sum())
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least, as torch's own losses have it: sums of halves are rounded away.
+
+    >>> widened(torch.ones(2, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """No part of an autocast region, as updates of ``torch.optim`` and losses are not."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield

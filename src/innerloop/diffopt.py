@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from innerloop import _second_order, _tree, optim
-from innerloop._gradient import check_loss, full_precision
+from innerloop._gradient import check_loss
 from innerloop._kernels import twice_differentiable
+from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.fmodel import Patched
 from innerloop.optim._blocks import (

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from innerloop import _captured, _deferred, _tree
 from innerloop._evaluation import Evaluation, tensors_of
-from innerloop._gradient import full_precision
 from innerloop._linearized import Linearized
 from innerloop._mapped import mapped
+from innerloop._numerics import full_precision
 from innerloop._stationary import lasting, penalized
 from innerloop._task_evaluation import TaskEvaluation
 from innerloop._tracing import active

@@ -19,7 +19,8 @@ from innerloop.learned import LearnedLoss
 # Apart from each other, and from the training tasks and weights of every seed.
 _HELD_OUT, _CHOICE = 1_000_000_003, 2_000_000_003
 _FLOOR = 0.05  # below this a loss counts as none: its logarithm would be all that is learned
-_SEEDS_APART = 10_000_000_000  # initial weights that one seed may use
+# Torch reads 32 bits of it: each of 1000 seeds may use 636,928 initial weights.
+_SEEDS_APART = 10_000_000_000
 
 
 class _Displaced(nn.Module):

@@ -159,7 +159,7 @@ class Run:
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         """All records so far: after a crash there may be more in the file than was saved."""
-        self._replace(METRICS, "".join(json.dumps(r) + "\n" for r in records).encode())
+        self._replace(METRICS, "".join(json.dumps(_standard(r)) + "\n" for r in records).encode())
 
     def save(self, state: dict[str, Any]) -> None:
         """Keep the state with a checksum; so many of those before it stay, as older ones."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._gradient import full_precision
+from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned._coordinates import check_tensors, parted, together
 from innerloop.optim._from_torch import NoRule

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from innerloop._numerics import full_precision, widened
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned._checked import Checked
 
@@ -52,7 +53,7 @@ class LearnedLoss(Checked):
 
     With ``steps`` it is told the step of training, from 0 on, as the last of what follows the
     target. Its networks read it, and it has a factor, and a part to leave out, for each step. Steps
-    beyond count as the last one.
+    beyond count as the last one; a tensor below 0, whose value is not looked at, as the first.
 
     Args:
         targets: ``"values"`` or ``"classes"``.
@@ -106,6 +107,7 @@ class LearnedLoss(Checked):
                     "LearnedLoss(form='weighted') to begin with the ordinary loss.",
                 )
             )
+        hidden = [operator.index(width) for width in hidden]
         _check_counts(extras=extras, moments=moments, steps=steps)
         if moments and (targets == "classes" or not extras):
             raise InnerLoopError(_no_moments(targets, extras, moments))
@@ -119,7 +121,7 @@ class LearnedLoss(Checked):
             "moments": moments,
             "centered": bool(centered),
             "steps": steps,
-            "hidden": [*hidden],
+            "hidden": hidden,
         }
         self.net = _network((2 + extras + steps, *hidden, 1), dtype)
         last = self.net[-1]
@@ -139,19 +141,19 @@ class LearnedLoss(Checked):
                 raise InnerLoopError(_no_pair(target))
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
-        prediction = _wide(prediction)
+        prediction = widened(prediction)
         told, at = self._told(extras)
         values = self._each(prediction, target, told, at)
         found = (values.sum(-1) if self.targets == "classes" else values).mean()
         if self.moments is not None:
-            errors = (prediction - target).unsqueeze(-1)
+            errors = (prediction - _like(prediction, target)).unsqueeze(-1)
             weighted = self.together(prediction, *extras) * errors
             found = found + weighted.reshape(-1, weighted.shape[-1]).mean(0).square().sum()
         return found * self._factor(at, found)
 
     def each(self, prediction: Tensor, target: Tensor, *extras: Any) -> Tensor:
         """The loss of each coordinate by itself, of the prediction's shape."""
-        prediction = _wide(prediction)
+        prediction = widened(prediction)
         told, at = self._told(extras)
         values = self._each(prediction, target, told, at)
         if values.shape != prediction.shape:
@@ -167,8 +169,8 @@ class LearnedLoss(Checked):
         if self.moments is None:
             raise InnerLoopError(_no_moments(self.targets, self.extras, 0))
         told, at = self._told(extras)
-        prediction = _wide(prediction)
-        return self.moments(self._read(prediction, at, *told)).to(prediction.dtype)
+        prediction = widened(prediction)
+        return _outside(self.moments, self._read(prediction, at, *told)).to(prediction.dtype)
 
     def _told(self, extras: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
         """The extras without the step, and 1 for this step and 0 for the others. [steps]"""
@@ -198,13 +200,17 @@ class LearnedLoss(Checked):
         if self.form == "weighted" and right is not None:
             read = [number.gather(-1, right) for number in read]
         prediction, target, *extras = read
-        seen = torch.where(prediction == -math.inf, _IMPOSSIBLE, prediction)
-        said = self.net(self._read(prediction, at, seen, target, *extras)).squeeze(-1)
-        if self.form == "free":
-            return softplus(said).to(prediction.dtype)
+        seen, free = prediction, torch.zeros_like(prediction, dtype=torch.bool)
         if self.targets == "classes":
             # A class that is impossible and not the target costs nothing, as in cross-entropy.
-            ordinary = -target * torch.where(target == 0, seen, prediction)
+            seen = torch.where(prediction == -math.inf, _IMPOSSIBLE, prediction)
+            free = (prediction == -math.inf) & (target == 0)
+        read = self._read(prediction, at, seen, target, *extras)
+        said = _outside(self.net, read).squeeze(-1)
+        if self.form == "free":
+            return torch.where(free, 0.0, softplus(said).to(prediction.dtype))
+        if self.targets == "classes":
+            ordinary = -target * torch.where(free, 0.0, prediction)
         else:
             ordinary = (prediction - target).square()
         weight = (_REACH * torch.tanh(said / _REACH)).exp()
@@ -251,10 +257,10 @@ def _said(kind: dict[str, Any]) -> str:
     return ", ".join([repr(kind["targets"]), *named])
 
 
-def _wide(prediction: Tensor) -> Tensor:
-    """As torch's own losses in autocast: what is read and summed has at least float32."""
-    small = prediction.dtype in (torch.float16, torch.bfloat16)
-    return prediction.float() if small else prediction
+def _outside(net: nn.Module, read: Tensor) -> Tensor:
+    """In the precision of its weights, in autocast too, where torch's own losses have float32."""
+    with full_precision(read.device):
+        return net(read)
 
 
 def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from innerloop._numerics import full_precision, widened
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -38,7 +39,7 @@ def linear_baseline(
                 "more episodes, or dice(...) without a baseline.",
             )
         )
-    observations, returns = observations.detach(), returns.detach()
+    observations, returns = widened(observations.detach()), widened(returns.detach())
     if alive is not None:
         # What is not finite would count even with weight zero.
         observations = torch.where(alive.bool().unsqueeze(-1), observations, 0.0)
@@ -47,8 +48,9 @@ def linear_baseline(
     weight = torch.ones_like(returns) if alive is None else alive.bool().to(returns.dtype)
     half = episodes // 2
     first, second = slice(None, half), slice(half, None)
-    fits = [_fitted(features[s], returns[s], weight[s], ridge) for s in (second, first)]
-    return torch.cat([features[s] @ w for s, w in zip((first, second), fits, strict=True)])
+    with full_precision(returns.device):
+        fits = [_fitted(features[s], returns[s], weight[s], ridge) for s in (second, first)]
+        return torch.cat([features[s] @ w for s, w in zip((first, second), fits, strict=True)])
 
 
 def _features(observations: Tensor) -> Tensor:

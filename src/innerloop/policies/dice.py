@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from innerloop._numerics import full_precision, widened
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -54,9 +55,9 @@ def dice(
     (0.25, 1.0)
     """
     _check(log_probs, rewards, baseline, alive)
+    log_probs = widened(log_probs)
     rewards = rewards.detach()
-    if not rewards.is_floating_point():
-        rewards = rewards.to(log_probs.dtype)
+    rewards = widened(rewards if rewards.is_floating_point() else rewards.to(log_probs.dtype))
     if alive is not None:
         alive = alive.bool()
         log_probs = torch.where(alive, log_probs, 0.0)
@@ -79,7 +80,7 @@ def returns_to_go(rewards: Tensor, discount: float = 1.0) -> Tensor:
     """
     if not rewards.is_floating_point():
         rewards = rewards.to(torch.get_default_dtype())
-    return _decayed_sums(rewards.flip(-1), discount).flip(-1)
+    return _decayed_sums(widened(rewards).flip(-1), discount).flip(-1)
 
 
 def _decayed_sums(values: Tensor, decay: float) -> Tensor:
@@ -88,7 +89,8 @@ def _decayed_sums(values: Tensor, decay: float) -> Tensor:
     age = time - time[:, None]
     # A power of a negative age may be infinite, and is not wanted.
     factors = torch.where(age >= 0, decay ** age.clamp(min=0).to(values.dtype), 0.0)
-    return values @ factors
+    with full_precision(values.device):
+        return values @ factors
 
 
 def _one(exponent: Tensor) -> Tensor:

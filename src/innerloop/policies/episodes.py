@@ -32,9 +32,10 @@ def expected_return(
     What comes after the end of an episode does not count, whatever it is: NaN, or no action at all.
     """
     observations, actions, rewards, alive = episodes
-    # Observations may be numbers of places, in which rewards would be rounded.
+    # Observations may be numbers of places, or halves, in which rewards would be rounded.
     whole = not observations.is_floating_point()
-    dtype = torch.get_default_dtype() if whole else observations.dtype
+    own = torch.get_default_dtype() if whole else observations.dtype
+    dtype = torch.promote_types(own, torch.float32)
     rewards = rewards.to(dtype)
     if alive is not None:
         alive = alive.bool()
