@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import innerloop as il
 from innerloop import _deferred
-from innerloop.step import InnerStep
+from innerloop.step.step import InnerStep
 from strategies import assert_same
 
 
@@ -160,7 +160,7 @@ def test_what_uses_values_after_all_gets_them(monkeypatch: pytest.MonkeyPatch) -
     found = []
     for wrong, backward in itertools.product((False, True), (il.Tape(), il.Remat())):
         if wrong:
-            monkeypatch.setattr("innerloop.step._is_linear", lambda *_: True)
+            monkeypatch.setattr("innerloop.step.step._is_linear", lambda *_: True)
         torch.manual_seed(0)
         model = Around(LAYERS["convolution"]())
         adam = optim.Adam(model.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from innerloop._fingerprint import NotCompilableError, fingerprint, reached
+from innerloop.guard.fingerprint import NotCompilableError, fingerprint, reached
 
 
 def _scaled(x: Any) -> Any:

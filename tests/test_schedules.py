@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import innerloop as il
-from innerloop.backward._schedules import (
+from innerloop.backward.orders import (
     Action,
     Advance,
     Drop,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop._mapped import sliced, stacked
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import Template, functional
+from innerloop.modules.functional import Template, functional
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim._from_torch import family_of
-from innerloop.state import State, buffers_of, differentiable
-from innerloop.tasks._axis import count
+from innerloop.step.mapped import sliced, stacked
+from innerloop.step.state import State, buffers_of, differentiable
+from innerloop.tasks.axis import count
 
 
 class Adapted:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.inner_loop import InnerLoop
-from innerloop.learn import Learn
+from innerloop.settings import Learn
 
 Loss = Callable[[Any, Any], Any]
 

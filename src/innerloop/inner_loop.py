@@ -15,9 +15,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from innerloop import _tree
 from innerloop._allocator import keep_freed_if_again
-from innerloop._captured import reaches
-from innerloop._evaluation import check_unwritten, versions_of
-from innerloop._parts import (
+from innerloop._tree import has_tangents
+from innerloop.adapted import AdaptedTasks
+from innerloop.backward import Backward, Tape, Truncated
+from innerloop.call import Prepared, TaskRun
+from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.guard.arguments import (
     check_callable,
     check_parts,
     check_steady,
@@ -25,23 +29,19 @@ from innerloop._parts import (
     no_settings,
     warn_of_hooks,
 )
-from innerloop._tree import has_tangents
-from innerloop._watch import asked
-from innerloop.adapted import AdaptedTasks
-from innerloop.backward import Backward, Tape, Truncated
-from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
-from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.functional import Template, functional
-from innerloop.learn import at_step, check_steps, learned_parameters, natural, parsed
+from innerloop.guard.closures import reaches
+from innerloop.guard.watch import asked
+from innerloop.modules.functional import Template, functional
 from innerloop.optim import Rule, from_torch
 from innerloop.optim._blocks import plain_settings, write_settings
 from innerloop.optim._settings import merged
-from innerloop.prepared import Prepared, TaskRun
-from innerloop.schedules import Factors, check_schedule, follows, rebase, start_values
-from innerloop.state import Meta, State
-from innerloop.step import inner_step
-from innerloop.tasks import Way, _axis, auto
-from innerloop.tasks._way import check_way
+from innerloop.settings import at_step, check_steps, learned_parameters, natural, parsed
+from innerloop.step.evaluation import check_unwritten, versions_of
+from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
+from innerloop.step.state import Meta, State
+from innerloop.step.step import inner_step
+from innerloop.tasks import Way, auto, axis
+from innerloop.tasks.way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
 _ALONE = -1  # the number of a run that is not one of several tasks
@@ -306,7 +306,7 @@ class InnerLoop(nn.Module):
         return run, state, outs
 
     def _several(self, run: Prepared, batches: list[Any], val: Any, value: Any) -> TaskRun:
-        count = _axis.count(batches, val)
+        count = axis.count(batches, val)
         carried = self._carried and [self._carried[t] for t in range(count) if t in self._carried]
         if carried and len(carried) != count:
             raise InnerLoopError(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._ambient import Devices, Randomness, devices_of, preserved, seeded
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
+from innerloop.guard.randomness import Devices, Randomness, devices_of, preserved, seeded
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
 from innerloop.unroll import as_batches

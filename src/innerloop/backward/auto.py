@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _memory, _tree
-from innerloop._ambient import devices_of, preserved
-from innerloop.backward._schedules import advances
-from innerloop.backward._strategy import (
+from innerloop import _tree
+from innerloop.backward import memory
+from innerloop.backward.binomial import Binomial
+from innerloop.backward.forward import Forward
+from innerloop.backward.orders import advances
+from innerloop.backward.remat import Remat
+from innerloop.backward.strategy import (
     Backward,
     Step,
     check_visible,
@@ -26,11 +29,10 @@ from innerloop.backward._strategy import (
     stacked,
     taken,
 )
-from innerloop.backward.binomial import Binomial
-from innerloop.backward.forward import Forward
-from innerloop.backward.remat import Remat
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.guard import closures
+from innerloop.guard.randomness import devices_of, preserved
 
 
 class Cost(NamedTuple):
@@ -74,12 +76,12 @@ class Forecast:
     def __str__(self) -> str:
         head = f"{self.steps} steps"
         if self.budget is not None:
-            head += f", budget {_memory.readable(self.budget)}"
+            head += f", budget {memory.readable(self.budget)}"
         lines = [head, f"{'strategy':<22}{'peak memory':>12}{'time':>8}  exact"]
         for row in self.rows:
             mark = "  <- chosen" if row.strategy == self.chosen else ""
             exact = "yes" if row.exact else "no"
-            size = _memory.readable(row.peak_bytes)
+            size = memory.readable(row.peak_bytes)
             lines.append(
                 f"{row.strategy!s:<22}{size:>12}{row.relative_time:>7.2f}x  {exact:<5}{mark}"
             )
@@ -107,7 +109,7 @@ class Auto(Backward):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _memory.parsed(self.memory)
+        memory.parsed(self.memory)
 
     @property
     def forecast(self) -> Forecast | None:
@@ -115,7 +117,7 @@ class Auto(Backward):
         return self._memo.get("last")
 
     def for_tasks(self, count: int) -> Backward:
-        size = _memory.parsed(self.memory)
+        size = memory.parsed(self.memory)
         share = max(size // count, 2) if isinstance(size, int) else size / count
         return dataclasses.replace(self, memory=share)
 
@@ -141,8 +143,8 @@ class Auto(Backward):
             raise InnerLoopError(
                 four_part(
                     f"You gave {self}, and no strategy fits into "
-                    f"{_memory.readable(budget)}:\n{found}\n",
-                    f"at least {_memory.readable(min(r.peak_bytes for r in found.rows))}.",
+                    f"{memory.readable(budget)}:\n{found}\n",
+                    f"at least {memory.readable(min(r.peak_bytes for r in found.rows))}.",
                     "the forecast includes a margin, and one step's activations are needed by all.",
                     "a larger memory=, smaller batches, or a smaller model.",
                 )
@@ -152,12 +154,12 @@ class Auto(Backward):
         return chosen
 
     def _budget(self, leaves: Sequence[Any]) -> int:
-        size = _memory.parsed(self.memory)
+        size = memory.parsed(self.memory)
         if isinstance(size, int):
             return size
         if "free" not in self._memo:
             device = next((t.device for t in leaves if _is(t)), torch.device("cpu"))
-            self._memo["free"] = _memory.available(device)
+            self._memo["free"] = memory.available(device)
         return int(size * self._memo["free"])
 
 
@@ -224,7 +226,7 @@ def _largest(batches: Sequence[Any]) -> Any:
     if not isinstance(batches, list | tuple):
         return batches[0]
     distinct = {id(b): b for b in (batches[j] for j in range(len(batches)))}
-    return max(distinct.values(), key=lambda b: _memory.size_of(_tree.flatten(b)[0]))
+    return max(distinct.values(), key=lambda b: memory.size_of(_tree.flatten(b)[0]))
 
 
 def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
@@ -242,16 +244,16 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
             new, out = taken(step, plain, plain_meta, _handed(batch))
         plain_seconds = time.perf_counter() - began
         check_visible(_tree.flatten((new, out))[0])
-        state_size = _memory.size_of(_tree.flatten(new)[0], leaves)
+        state_size = memory.size_of(_tree.flatten(new)[0], leaves)
         del new, out, plain, plain_meta
-    with preserved(devices_of(leaves)), _memory.metered() as meter:
-        began, since = time.perf_counter(), _captured.sequence_number()
+    with preserved(devices_of(leaves)), memory.metered() as meter:
+        began, since = time.perf_counter(), closures.sequence_number()
         with torch.enable_grad():
             after, out = taken(step, start, _tree.unflatten(local, meta_spec), _handed(batch))
         tape = meter.now
         outputs = [t for t in _tree.flatten((after, out))[0] if _is(t) and t.requires_grad]
         targets = [t for t in (*_tree.flatten(start)[0], *local) if _is(t) and t.requires_grad]
-        closed = any(_captured.strangers(outputs, targets, since))
+        closed = any(closures.strangers(outputs, targets, since))
         if outputs:
             torch.autograd.grad(
                 outputs, targets, _ones(outputs), retain_graph=closed, allow_unused=True
@@ -271,7 +273,7 @@ def _handed(batch: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    return _captured.own(value.detach().requires_grad_()) if differentiable(value) else value
+    return closures.own(value.detach().requires_grad_()) if differentiable(value) else value
 
 
 def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from innerloop.backward._schedules import binomial
-from innerloop.backward._strategy import Backward, Step
-from innerloop.backward._walk import walk
+from innerloop.backward.orders import binomial
 from innerloop.backward.remat import check_count
+from innerloop.backward.strategy import Backward, Step
+from innerloop.backward.walk import walk
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _tree
-from innerloop._ambient import devices_of, preserved
-from innerloop._gradient import refuse_higher
-from innerloop._linear import Pushforward
-from innerloop.backward._strategy import (
+from innerloop import _tree
+from innerloop.backward.strategy import (
     Backward,
     Step,
     check_visible,
@@ -27,6 +24,10 @@ from innerloop.backward._strategy import (
     taken,
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.guard import closures
+from innerloop.guard.randomness import devices_of, preserved
+from innerloop.step.gradient import refuse_higher
+from innerloop.step.pushforward import Pushforward
 
 Tangent = list[Tensor | None]
 
@@ -224,12 +225,12 @@ class _Generic:
     def __init__(self, step: Step, state: Any, meta: Any, batch: Any) -> None:
         leaves = _tree.flatten((state, meta))[0]
         self.given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        since = _captured.sequence_number()
+        since = closures.sequence_number()
         self.state, self.out = taken(step, state, meta, batch)
         self.sizes = [_tree.flatten(tree)[0] for tree in (self.state, self.out)]
         outputs = [t for leaves in self.sizes for t in leaves if differentiable(t)]
         roots = getattr(step, "roots", (step,))
-        self.suspects = _captured.suspects(outputs, self.given, since, roots)
+        self.suspects = closures.suspects(outputs, self.given, since, roots)
         self.pushforward = Pushforward(outputs, self.given)
 
     def push(self, tangents: dict[int, Tensor]) -> tuple[Tangent, Tangent]:

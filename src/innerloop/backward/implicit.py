@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _tree
-from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
-from innerloop._gradient import refuse_higher
-from innerloop.backward._solvers import conjugate_gradient, gmres, neumann
-from innerloop.backward._strategy import (
+from innerloop import _tree
+from innerloop.backward.solvers import conjugate_gradient, gmres, neumann
+from innerloop.backward.strategy import (
     Backward,
     Step,
     check_visible,
@@ -29,6 +27,9 @@ from innerloop.backward._strategy import (
     taken,
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.guard import closures
+from innerloop.guard.randomness import Autocast, Randomness, Unwritten, devices_of, preserved
+from innerloop.step.gradient import refuse_higher
 
 _SOLVERS = ("cg", "neumann", "gmres")
 
@@ -160,7 +161,7 @@ class _Run:
         self.callers.add(_tree.flatten((state, meta, self.batches))[0])
         devices = devices_of(self.start)
         self.devices, self.autocast = devices, Autocast(devices)
-        with torch.no_grad(), _captured.watching() as watch:
+        with torch.no_grad(), closures.watching() as watch:
             own = [detached(leaf) for leaf in self.start]
             fed = [_tree.map(cut, batch) for batch in fetched]
             plain = _tree.unflatten(own, self.spec)
@@ -168,7 +169,7 @@ class _Run:
             self.randomness = Randomness(devices)
         for tensor in watch.found.values():
             roots = getattr(step, "roots", (step,))
-            raise RequirementError(_captured.not_followed(tensor, None, roots))
+            raise RequirementError(closures.not_followed(tensor, None, roots))
         self.final, self.final_spec = _tree.flatten(final)
         check_visible(self.final)
         last = {id(leaf) for leaf in self.final}
@@ -278,7 +279,7 @@ class _Run:
         originals = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
         leaves: list[Any] = [given.get(id(leaf), leaf) for leaf in originals]
         for i in self.places:
-            leaves[i] = _captured.own(leaves[i].detach().requires_grad_())
+            leaves[i] = closures.own(leaves[i].detach().requires_grad_())
         unknown: list[Tensor] = [leaves[i] for i in self.places]
         meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
         batches = _tree.map(lambda t: given[id(t)] if id(t) in given else cut(t), self.batches)

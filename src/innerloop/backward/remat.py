@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from innerloop.backward._schedules import every
-from innerloop.backward._strategy import Backward, Step
-from innerloop.backward._walk import walk
+from innerloop.backward.orders import every
+from innerloop.backward.strategy import Backward, Step
+from innerloop.backward.walk import walk
 from innerloop.errors import InnerLoopError, four_part
 
 

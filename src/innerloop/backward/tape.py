@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from innerloop.backward._strategy import Backward, Step, fold, stacked
+from innerloop.backward.strategy import Backward, Step, fold, stacked
 
 
 @dataclass(frozen=True)

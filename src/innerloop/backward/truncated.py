@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop.backward._strategy import (
+from innerloop.backward.remat import check_count
+from innerloop.backward.strategy import (
     Backward,
     Step,
     check_visible,
@@ -19,7 +20,6 @@ from innerloop.backward._strategy import (
     detached,
     fold,
 )
-from innerloop.backward.remat import check_count
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from innerloop.backward import Backward, Tape
-from innerloop.backward._strategy import stacked
+from innerloop.backward.strategy import stacked
 
 _LONG = 50  # steps: for fewer, a second program is not worth compiling
 _OPERATIONS = 400  # of one program; its derivative has several times as many

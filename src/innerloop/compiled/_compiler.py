@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from innerloop._mapped import NotBatchableError
 from innerloop.backward import Auto, Binomial, Remat, Tape, Truncated
+from innerloop.call import Prepared, TaskRun
 from innerloop.compiled._chunks import Chunks
 from innerloop.compiled._program import NotCompilableError, Programs
 from innerloop.compiled._step import CompiledStep
 from innerloop.compiled._whole import TooLargeError, whole
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.prepared import Prepared, TaskRun
+from innerloop.step.mapped import NotBatchableError
 from innerloop.tasks import Way, auto, loop, vmap
 
 _UNITS = ("auto", "whole", "step")

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._ambient import devices_of, preserved, written
-from innerloop._fingerprint import NotCompilableError as NotCompilableError
-from innerloop._mapped import NotBatchableError
 from innerloop._tracing import tracing
 from innerloop._tree import differentiable
-from innerloop._watch import Draws, ForeignError, NumberWatch, Watch
+from innerloop.guard.fingerprint import NotCompilableError as NotCompilableError
+from innerloop.guard.randomness import devices_of, preserved, written
+from innerloop.guard.watch import Draws, ForeignError, NumberWatch, Watch
+from innerloop.step.mapped import NotBatchableError
 
 Flat = Callable[..., Sequence[Tensor]]
 

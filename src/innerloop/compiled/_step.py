@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _tree
-from innerloop._gradient import refuse_higher
+from innerloop import _tree
 from innerloop._tree import differentiable
 from innerloop.compiled._program import Flat, Layout, Programs, Recorded, Values
 from innerloop.compiled._whole import UNCOMPILED, refuse_strangers
-from innerloop.state import State, named_leaves, rebuilt
+from innerloop.guard import closures
+from innerloop.step.gradient import refuse_higher
+from innerloop.step.state import State, named_leaves, rebuilt
 
 
 class _Pull(NamedTuple):
@@ -182,7 +183,7 @@ class _Pair:
                 t.detach().requires_grad_(wanted)
                 for t, wanted in zip(flat[: len(tensors)], self.wanted, strict=True)
             ]
-            since = _captured.sequence_number()
+            since = closures.sequence_number()
             with torch.enable_grad():
                 results = self._taken(own)
             there = [t for t, g in zip(results, given, strict=True) if g]

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import _captured
-from innerloop._gradient import refuse_higher
 from innerloop.compiled._program import (
     Flat,
     Layout,
@@ -18,6 +16,8 @@ from innerloop.compiled._program import (
     Recorded,
     Values,
 )
+from innerloop.guard import closures
+from innerloop.step.gradient import refuse_higher
 
 UNCOMPILED = "an uncompiled one for the inner one of two nested loops: do not compile it."
 
@@ -60,7 +60,7 @@ def _made(
 
     def losses_of(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
         own = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        since = _captured.sequence_number()
+        since = closures.sequence_number()
         with torch.enable_grad():
             losses = function(layout.rebuilt(own)[1])
         refuse_strangers([losses], own, since)
@@ -86,7 +86,7 @@ def _made(
 
 def refuse_strangers(outputs: list[Tensor], known: list[Tensor], since: int) -> None:
     """A tensor that was closed over would be a constant of the program: its gradient, zero."""
-    if any(_captured.strangers(outputs, known, since)):
+    if any(closures.strangers(outputs, known, since)):
         raise NotCompilableError(
             "the loss uses a tensor requiring grad that the loop was not given"
         )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop._mapped import sliced
 from innerloop.backward.auto import Forecast, forecast
 from innerloop.diagnose.agreement import Agreement
 from innerloop.diagnose.difference import Noise
@@ -25,9 +24,10 @@ from innerloop.diagnose.steps import look_at_steps
 from innerloop.diagnose.traced import Traced
 from innerloop.diagnose.untouched import Untouched
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import functional
 from innerloop.inner_loop import InnerLoop
-from innerloop.tasks import Way, _axis
+from innerloop.modules.functional import functional
+from innerloop.step.mapped import sliced
+from innerloop.tasks import Way, axis
 from innerloop.unroll import as_batches
 
 
@@ -104,8 +104,8 @@ class _Diagnosis:
         self.phi = meta_parameters(self.inner)
         batches = as_batches(train)
         if tasks:
-            _axis.count(batches, val)
-            batches, self.val = _axis.of_task(batches, 0), sliced(val, 0)
+            axis.count(batches, val)
+            batches, self.val = axis.of_task(batches, 0), sliced(val, 0)
         self.batches = batches
 
     def report(self, checks: int, warned: list[Any]) -> Report:

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._kernels import _BATCH_NORMS, _RECURRENT
 from innerloop.diagnose.report import Layer
 from innerloop.diagnose.tracer import Call
-from innerloop.functional import unwrapped
+from innerloop.modules.exact import _BATCH_NORMS, _RECURRENT
+from innerloop.modules.functional import unwrapped
 
 _ATTENTION = "scaled_dot_product_attention"
 _MATH = "math kernels of attention: the fused ones have no second derivative"

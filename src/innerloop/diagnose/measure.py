@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from innerloop.functional import Template
 from innerloop.inner_loop import InnerLoop
-from innerloop.state import State, buffers_of
+from innerloop.modules.functional import Template
+from innerloop.step.state import State, buffers_of
 
 
 def as_leaves(template: Template, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

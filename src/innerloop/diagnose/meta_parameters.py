@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop.functional import functional
 from innerloop.inner_loop import InnerLoop
+from innerloop.modules.functional import functional
 from innerloop.optim import from_torch
 
 _PARTS = {

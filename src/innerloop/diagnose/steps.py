@@ -12,12 +12,12 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop.backward import Remat, Tape
+from innerloop.call import Prepared
 from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter
 from innerloop.inner_loop import InnerLoop
-from innerloop.prepared import Prepared
-from innerloop.state import Meta, State, differentiable
-from innerloop.step import InnerStep
+from innerloop.step.state import Meta, State, differentiable
+from innerloop.step.step import InnerStep
 from innerloop.unroll import unroll
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop import _captured, _tree
-from innerloop._second_order import _nodes as nodes
+from innerloop import _tree
 from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter
 from innerloop.diagnose.tracer import Tracer
-from innerloop.functional import Template, functional
+from innerloop.guard import closures
+from innerloop.guard.second_order import _nodes as nodes
 from innerloop.inner_loop import InnerLoop
-from innerloop.state import State
+from innerloop.modules.functional import Template, functional
+from innerloop.step.state import State
 
 
 class _Followed:
@@ -110,9 +111,9 @@ class Traced:
         self, outputs: Sequence[Tensor], given: Sequence[Tensor], roots: Any
     ) -> None:
         known = set(self.step.names) | set(self.step.outside)
-        leaves, _ = _captured.strangers(outputs, given, 0)
+        leaves, _ = closures.strangers(outputs, given, 0)
         for leaf in leaves:
-            named = _captured._found(lambda t, leaf=leaf: t is leaf, roots)
+            named = closures._found(lambda t, leaf=leaf: t is leaf, roots)
             # What has no name was made within the step, and its gradient stays there.
             if id(leaf) not in known and named is not None:
                 self.strangers.append(f"{named[0]!r} of shape {tuple(leaf.shape)}")

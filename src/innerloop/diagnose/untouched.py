@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._ambient import Randomness, devices_of
 from innerloop.diagnose.failures import Failure, failure
+from innerloop.guard.randomness import Randomness, devices_of
 from innerloop.inner_loop import InnerLoop
 
 

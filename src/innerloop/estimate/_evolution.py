@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from innerloop import _tree
-from innerloop._ambient import Randomness, devices_of
-from innerloop._watch import Draws
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.estimate._perturbed import Perturbed, perturbed
+from innerloop.guard.randomness import Randomness, devices_of
+from innerloop.guard.watch import Draws
 
 _SIGNS = (1, -1)
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import functional
 from innerloop.learned._coordinates import Coordinates
 from innerloop.learned._optimizer import LearnedOptimizer, Memory
+from innerloop.modules.functional import functional
 
 
 class _OfOneModel(LearnedOptimizer):

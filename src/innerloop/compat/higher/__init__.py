@@ -17,7 +17,7 @@ from innerloop.compat.higher.optim import get_diff_optim as get_diff_optim
 from innerloop.compat.higher.optim import get_trainable_opt_params as get_trainable_opt_params
 from innerloop.compat.higher.optim import register_optim as register_optim
 from innerloop.compat.higher.patch import monkeypatch as monkeypatch
-from innerloop.eager import innerloop_ctx as innerloop_ctx
+from innerloop.eager.interface import innerloop_ctx as innerloop_ctx
 
 
 def install() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from innerloop.compat.higher import patch as _patch  # noqa: F401
 from innerloop.compat.higher import utils as _utils
-from innerloop.diffopt import BY_CLASS as _opt_mapping
-from innerloop.diffopt import DifferentiableOptimizer as DifferentiableOptimizer
-from innerloop.eager import apply_trainable_opt_params as apply_trainable_opt_params
-from innerloop.eager import create_diff_optim as create_diff_optim
-from innerloop.eager import get_diff_optim as get_diff_optim
-from innerloop.eager import get_trainable_opt_params as get_trainable_opt_params
-from innerloop.eager import register_optim as register_optim
+from innerloop.eager.interface import apply_trainable_opt_params as apply_trainable_opt_params
+from innerloop.eager.interface import create_diff_optim as create_diff_optim
+from innerloop.eager.interface import get_diff_optim as get_diff_optim
+from innerloop.eager.interface import get_trainable_opt_params as get_trainable_opt_params
+from innerloop.eager.interface import register_optim as register_optim
+from innerloop.eager.optimizer import BY_CLASS as _opt_mapping
+from innerloop.eager.optimizer import DifferentiableOptimizer as DifferentiableOptimizer
 
 _GroupedGradsType = list[list[Tensor]]
 _StateType = list[defaultdict[int, Any]]

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._mapped import sliced
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.step.mapped import sliced
 
 
 def count(train: Sequence[Any], val: Any = None) -> int:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._mapped import mapped, sliced, spread, stacked
 from innerloop.adapted import Adapted
 from innerloop.backward import Backward
-from innerloop.state import Meta, State, buffers_of
-from innerloop.step import InnerStep, batched
-from innerloop.tasks._axis import of_task
+from innerloop.step.mapped import mapped, sliced, spread, stacked
+from innerloop.step.state import Meta, State, buffers_of
+from innerloop.step.step import InnerStep, batched
+from innerloop.tasks.axis import of_task
 from innerloop.unroll import unroll
 
 

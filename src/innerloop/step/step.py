@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop import _captured, _deferred, _tree
-from innerloop._evaluation import Evaluation, tensors_of
-from innerloop._linearized import Linearized
-from innerloop._mapped import mapped
+from innerloop import _deferred, _tree
 from innerloop._numerics import full_precision
-from innerloop._stationary import lasting, penalized
-from innerloop._task_evaluation import TaskEvaluation
 from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import Template, check_buffers, functional
+from innerloop.guard import closures
+from innerloop.modules.functional import Template, check_buffers, functional
 from innerloop.optim import Elsewhere, Rule
-from innerloop.state import Meta, State, buffers_of, named_leaves, rebuilt
+from innerloop.step.evaluation import Evaluation, tensors_of
+from innerloop.step.linearized import Linearized
+from innerloop.step.mapped import mapped
+from innerloop.step.state import Meta, State, buffers_of, named_leaves, rebuilt
+from innerloop.step.stationary import lasting, penalized
+from innerloop.step.task_evaluation import TaskEvaluation
 
 Loss = Callable[..., Any]
 GradTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -51,7 +52,7 @@ class InnerStep:
             self.check_state(state)
         try:
             new = self._taken(state, meta, batch)
-            watch = _captured.current()
+            watch = closures.current()
             if watch is not None:
                 watch.settle()
             return new
@@ -78,7 +79,7 @@ class InnerStep:
                 own = {prefix + name: b for name, b in template.requiring.items()}
                 check_buffers({name: b for name, b in own.items() if name not in given})
         # All tensors of a state require grad where a strategy takes a step's derivative.
-        asking = {n: b for n, b in given.items() if b.requires_grad and not _captured.is_own(b)}
+        asking = {n: b for n, b in given.items() if b.requires_grad and not closures.is_own(b)}
         check_buffers(asking)
 
     def constants(self, state: State) -> list[Tensor]:
@@ -168,8 +169,8 @@ class InnerStep:
         run = self.evaluation(state, meta, batch)
         grads = run.gradients(tracked and not self.first_order)
         # With nothing that requires grad this makes no graph, but it shows what was closed over.
-        watch = None if tracked else _captured.current()
-        since = _captured.sequence_number()
+        watch = None if tracked else closures.current()
+        since = closures.sequence_number()
         with torch.set_grad_enabled(tracked or watch is not None):
             new = run.updated(grads)
         if watch is not None:

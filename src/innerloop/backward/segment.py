@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _tree
-from innerloop.backward._strategy import Step, cut, differentiable, taken
+from innerloop import _tree
+from innerloop.backward.strategy import Step, cut, differentiable, taken
+from innerloop.guard import closures
 
 Grads = list[Tensor | None]
 
@@ -34,7 +35,7 @@ class Segment:
         outside: Sequence[Tensor],
         again: bool = False,
     ) -> None:
-        self.since = _captured.sequence_number()
+        self.since = closures.sequence_number()
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         """By the id of a tensor of the caller, itself and its stand-in."""
         leaves, spec = _tree.flatten(state)
@@ -46,7 +47,7 @@ class Segment:
         given = _tree.map(self._of, meta)
         self.leaves = [t for t in outside if t.grad_fn is None]
         computed = {id(t): self._of(t) for t in outside if t.grad_fn is not None}
-        exchange = _captured.exchanged(computed) if computed else contextlib.nullcontext()
+        exchange = closures.exchanged(computed) if computed else contextlib.nullcontext()
         self.state, self.outs = _tree.unflatten(below, spec), []
         with torch.enable_grad(), exchange:
             for number, batch in enumerate(batches, 1):
@@ -58,7 +59,7 @@ class Segment:
     def _below(self, leaf: Any, original: Mapping[int, Any]) -> Any:
         if id(leaf) in original:
             return self._of(original[id(leaf)])
-        return _captured.own(leaf.detach().requires_grad_()) if differentiable(leaf) else leaf
+        return closures.own(leaf.detach().requires_grad_()) if differentiable(leaf) else leaf
 
     def _of(self, value: Any) -> Any:
         """The stand-in of a tensor of the caller that requires grad; all else as it is."""
@@ -79,7 +80,7 @@ class Segment:
 
     def strangers(self) -> tuple[list[Tensor], list[Any]]:
         """What the results depend on besides what the steps were given."""
-        return _captured.strangers(self._results(), self._known(), self.since)
+        return closures.strangers(self._results(), self._known(), self.since)
 
     def _results(self) -> list[Tensor]:
         leaves = _tree.flatten((self.state, self.outs))[0]
@@ -105,7 +106,7 @@ class Segment:
         for out, grads in zip(self.outs, outs, strict=True):
             more = _paired(_tree.flatten(out)[0], grads)
             outputs, cotangents = outputs + more[0], cotangents + more[1]
-        self.suspects = _captured.suspects(outputs, self._known(), self.since, roots)
+        self.suspects = closures.suspects(outputs, self._known(), self.since, roots)
         sources = [t for t in self.before if t is not None]
         pairs = [*self.stand_ins.values(), *((t, t) for t in self.leaves)]
         targets = [*sources, *(new for _, new in pairs)]

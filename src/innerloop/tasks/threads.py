@@ -20,16 +20,17 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from innerloop import _captured, _tree
+from innerloop import _tree
 from innerloop._allocator import share_freed
-from innerloop._ambient import Autocast
-from innerloop._fingerprint import generators
-from innerloop._gradient import refuse_higher
 from innerloop._tree import differentiable, has_tangents
-from innerloop._watch import Draws, ForeignError, Watch, saved_tensor_hooks
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.tasks._loop import loop
-from innerloop.tasks._way import Ended, Way, surroundings, warn_of_loop
+from innerloop.guard import closures
+from innerloop.guard.fingerprint import generators
+from innerloop.guard.randomness import Autocast
+from innerloop.guard.watch import Draws, ForeignError, Watch, saved_tensor_hooks
+from innerloop.step.gradient import refuse_higher
+from innerloop.tasks.loop import loop
+from innerloop.tasks.way import Ended, Way, surroundings, warn_of_loop
 
 T = TypeVar("T")
 _local = threading.local()
@@ -127,7 +128,7 @@ class _Task:
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
         known = [new for _, new in self.stand_ins.values()]
         # Numbers of autograd's nodes differ between threads, so all are followed to their leaves.
-        self.strangers = any(_captured.strangers(self.outputs, known, -1))
+        self.strangers = any(closures.strangers(self.outputs, known, -1))
 
     def _of(self, value: Any) -> Any:
         if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from innerloop.tasks._way import Ended, Way
+from innerloop.tasks.way import Ended, Way
 
 
 @dataclasses.dataclass

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from innerloop._fingerprint import generators, reached
-from innerloop._mapped import sliced
-from innerloop._watch import Draws
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.guard.fingerprint import generators, reached
+from innerloop.guard.watch import Draws
+from innerloop.step.mapped import sliced
 
 
 class Ended:

@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop.diffopt import BY_CLASS, DifferentiableOptimizer, GradCallback, Override, class_for
+from innerloop.eager.optimizer import (
+    BY_CLASS,
+    DifferentiableOptimizer,
+    GradCallback,
+    Override,
+    class_for,
+)
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.fmodel import patched, reference_params
-from innerloop.functional import parameters_of, survey
+from innerloop.modules.functional import parameters_of, survey
+from innerloop.modules.patched import patched, reference_params
 from innerloop.optim import FAMILIES
 from innerloop.optim._from_torch import family_of
 from innerloop.optim._settings import per_group

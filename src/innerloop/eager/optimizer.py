@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop import _second_order, _tree, optim
-from innerloop._gradient import check_loss
-from innerloop._kernels import twice_differentiable
+from innerloop import _tree, optim
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.fmodel import Patched
+from innerloop.guard import second_order
+from innerloop.modules.exact import twice_differentiable
+from innerloop.modules.patched import Patched
 from innerloop.optim._blocks import (
     OptState,
     plain_settings,
@@ -29,6 +29,7 @@ from innerloop.optim._family import Family
 from innerloop.optim._from_torch import family_of
 from innerloop.optim._rule import Rule, step
 from innerloop.optim._settings import check_name, check_value, per_group
+from innerloop.step.gradient import check_loss
 
 GradCallback = Callable[[Any], Any]
 _SAME_AS = "_innerloop_same_as"
@@ -306,7 +307,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
                 break
             sources = self._before_last_step(loss, weights, sources)
         if create:
-            _second_order.guard(loss, found, weights, self._name_of)
+            second_order.guard(loss, found, weights, self._name_of)
         grads: list[Tensor | None] = [None] * len(weights)
         for p, grad in zip(wanted, found, strict=True):
             grads[p] = grad

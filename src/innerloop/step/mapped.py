@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from innerloop import _tree
-from innerloop._watch import BatchedWatch, Draws, ForeignError, no_fast_path
 from innerloop.errors import InnerLoopError
+from innerloop.guard.watch import BatchedWatch, Draws, ForeignError, no_fast_path
 
 
 class NotBatchableError(InnerLoopError):

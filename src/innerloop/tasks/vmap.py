@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from innerloop._mapped import NotBatchableError
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.tasks._loop import loop
-from innerloop.tasks._way import Ended, EndedTogether, Way, draws, warn_of_loop
+from innerloop.step.mapped import NotBatchableError
+from innerloop.tasks.loop import loop
+from innerloop.tasks.way import Ended, EndedTogether, Way, draws, warn_of_loop
 
 
 @dataclasses.dataclass

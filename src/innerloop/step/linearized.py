@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _second_order, _tree
-from innerloop._evaluation import check_found, check_unwritten, source, versions_of
-from innerloop._kernels import twice_differentiable
-from innerloop._linear import Pushforward
-from innerloop.state import Meta, State, differentiable, named_leaves
+from innerloop import _tree
+from innerloop.guard import closures, second_order
+from innerloop.modules.exact import twice_differentiable
+from innerloop.step.evaluation import check_found, check_unwritten, source, versions_of
+from innerloop.step.pushforward import Pushforward
+from innerloop.step.state import Meta, State, differentiable, named_leaves
 
 
 class Linearized:
@@ -24,7 +25,7 @@ class Linearized:
 
     def __init__(self, step: Any, state: State, meta: Meta, batch: Any) -> None:
         run = step.evaluation(state, meta, batch)
-        since = _captured.sequence_number()
+        since = closures.sequence_number()
         named = named_leaves(state.params)
         trained = run.moving(named)
         sources = {name: source(named[name], True) for name in trained}
@@ -49,7 +50,7 @@ class Linearized:
             own = first[: len(self._sources)]
             check_found(own)
             if not step.first_order:
-                _second_order.guard(run.total, own, self._sources, trained.__getitem__, since)
+                second_order.guard(run.total, own, self._sources, trained.__getitem__, since)
             self._grads = [None if g is None else g.detach().requires_grad_() for g in own]
             grads = dict(zip(trained, self._grads, strict=True))
             if step.grad_transform is not None:
@@ -69,7 +70,7 @@ class Linearized:
         moved = [g for g in self._grads if g is not None]
         known = [*self._sources, *self._given, *self._others, *moved]
         shown = [*_only(self._outputs), *_only(self._aux), *_only(own)]
-        self.suspects = _captured.suspects(shown, known, since, step.roots)
+        self.suspects = closures.suspects(shown, known, since, step.roots)
         """Leaves that the step used and was not given."""
         self._rule = Pushforward(_only(self._outputs), [*self._given, *moved])
         kind = _Rows if step.first_order else Pushforward

@@ -16,9 +16,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._watch import embedding
+from innerloop.guard.watch import embedding
 from innerloop.nn.batch_norm import batch_norm_forward, is_transformed
-from innerloop.nn.composed import ComposedNorms
+from innerloop.nn.norms import ComposedNorms
 
 
 class _MathAttention:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._evaluation import Evaluation
-from innerloop._gradient import check_loss
-from innerloop._mapped import NotBatchableError, mapped
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.state import State, named_leaves
+from innerloop.step.evaluation import Evaluation
+from innerloop.step.gradient import check_loss
+from innerloop.step.mapped import NotBatchableError, mapped
+from innerloop.step.state import State, named_leaves
 
 
 class TaskEvaluation(Evaluation):

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop._kernels import exact_methods, own_methods, twice_differentiable
-from innerloop._rebind import Rebinder
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.functional import (
+from innerloop.modules.exact import exact_methods, own_methods, twice_differentiable
+from innerloop.modules.functional import (
     Replicator,
     as_plain,
     check_buffers,
@@ -32,6 +31,7 @@ from innerloop.functional import (
     survey,
     unwrapped,
 )
+from innerloop.modules.rebind import Rebinder
 
 _NODE = "_innerloop"
 

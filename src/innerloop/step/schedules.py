@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.learn import scaled
+from innerloop.settings import scaled
 
 Schedule = Callable[[int], Any] | lr_scheduler.LRScheduler
 

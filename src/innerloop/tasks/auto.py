@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from innerloop._allocator import freed_kept
-from innerloop._ambient import devices_of, preserved
-from innerloop._captured import sequence_number, strangers
-from innerloop._mapped import NotBatchableError, first_line
-from innerloop._watch import ForeignError, Watch
-from innerloop.tasks._loop import loop
-from innerloop.tasks._threads import threads
-from innerloop.tasks._vmap import vmap
-from innerloop.tasks._way import Ended, Way, draws
+from innerloop.guard.closures import sequence_number, strangers
+from innerloop.guard.randomness import devices_of, preserved
+from innerloop.guard.watch import ForeignError, Watch
+from innerloop.step.mapped import NotBatchableError, first_line
+from innerloop.tasks.loop import loop
+from innerloop.tasks.threads import threads
+from innerloop.tasks.vmap import vmap
+from innerloop.tasks.way import Ended, Way, draws
 
 _SHORT = 2.0  # seconds: shorter trials are repeated, since a first one also fills caches
 

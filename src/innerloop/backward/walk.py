@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop import _captured, _deferred, _tree
+from innerloop import _deferred, _tree
 from innerloop._allocator import keep_freed_for
-from innerloop._ambient import Autocast, Randomness, Unwritten, devices_of, preserved
-from innerloop._gradient import refuse_higher
-from innerloop.backward._schedules import Action, Advance, Drop, Keep, Load, Reverse
-from innerloop.backward._segment import Grads, Segment
-from innerloop.backward._strategy import (
+from innerloop.backward.orders import Action, Advance, Drop, Keep, Load, Reverse
+from innerloop.backward.segment import Grads, Segment
+from innerloop.backward.strategy import (
     Step,
     by_step,
     check_visible,
@@ -37,6 +35,9 @@ from innerloop.backward._strategy import (
     taken,
 )
 from innerloop.errors import RequirementError, four_part
+from innerloop.guard import closures
+from innerloop.guard.randomness import Autocast, Randomness, Unwritten, devices_of, preserved
+from innerloop.step.gradient import refuse_higher
 
 
 class _Kept(NamedTuple):
@@ -57,7 +58,7 @@ class Walk:
         ahead: bool = True,
     ) -> None:
         self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
-        self.ahead, self.depth = ahead, _captured.depth()
+        self.ahead, self.depth = ahead, closures.depth()
         self.lean = False
         """Whether steps now leave out values that only their first run is asked for."""
         self.left = 0
@@ -83,7 +84,7 @@ class Walk:
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
         keep_freed_for(self)
-        with torch.no_grad(), self.autocast.restored(), _captured.watching() as watch:
+        with torch.no_grad(), self.autocast.restored(), closures.watching() as watch:
             final = self._climb(_tree.unflatten(self.own, spec), watch)
         self.final, self.final_spec = _tree.flatten(final)
         constants = getattr(step, "constants", lambda state: ())
@@ -93,7 +94,7 @@ class Walk:
 
     # Up. ----------------------------------------------------------------------------------------
 
-    def _climb(self, state: Any, watch: _captured.Watch) -> Any:
+    def _climb(self, state: Any, watch: closures.Watch) -> Any:
         """Keep what the schedule keeps before its first reversal, and go on to the last state."""
         self.first = _Kept(state, Randomness(self.devices))
         action, working, at = self._until_reversal(self.outs)
@@ -109,7 +110,7 @@ class Walk:
             advance = Advance(at, len(self.batches))
             return self._moved(working, at, advance, self.outs)[0].state
         known = [leaf for leaf in leaves if id(leaf) in watch.found]
-        suspects = _captured.Suspects(leaf for leaf in leaves if id(leaf) not in watch.found)
+        suspects = closures.Suspects(leaf for leaf in leaves if id(leaf) not in watch.found)
         with preserved(self.devices):
             outside = suspects.outside(lambda: self._leaves_of(action, working, first=True))
         watch.found.update((id(leaf), leaf) for leaf in outside)
@@ -340,7 +341,7 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_higher("This strategy's backward")
-        with _captured.at_depth(ctx.walk.depth):
+        with closures.at_depth(ctx.walk.depth):
             return None, None, *ctx.walk.pulled(grads)
 
 

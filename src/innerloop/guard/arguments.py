@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.learn import Learn
+from innerloop.settings import Learn
 
 
 def check_parts(model: Any, optimizer: Any, loss: Any) -> None:

@@ -9,14 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from innerloop import _ambient, _captured, _deferred, _second_order, _tree
-from innerloop._gradient import check_loss
-from innerloop._kernels import twice_differentiable
+from innerloop import _deferred, _tree
 from innerloop._tracing import readable
-from innerloop._watch import asked
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.guard import closures, randomness, second_order
+from innerloop.guard.watch import asked
+from innerloop.modules.exact import twice_differentiable
 from innerloop.optim import Rule
-from innerloop.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
+from innerloop.step.gradient import check_loss
+from innerloop.step.state import Meta, State, buffers_of, differentiable, named_leaves, rebuilt
 
 
 class Evaluation:
@@ -27,15 +28,15 @@ class Evaluation:
         self.buffers = state.buffers
         self.out: Any = None
         self.value: Tensor = None  # type: ignore[assignment]
-        self.asked = torch.is_grad_enabled() or _captured.current() is not None
+        self.asked = torch.is_grad_enabled() or closures.current() is not None
         """Whether a meta-gradient is wanted, now or from a later recomputation."""
         self.followed = False
         """Whether anything that a gradient could reach has a part in the loss."""
 
     def gradients(self, create_graph: bool) -> dict[str, Any]:
         """G = ∇ℓ(θ, φ_loss), with a graph or without; ``None`` for weights the loss leaves out."""
-        tracked, since = torch.is_grad_enabled(), _captured.sequence_number()
-        watch = None if tracked else _captured.current()
+        tracked, since = torch.is_grad_enabled(), closures.sequence_number()
+        watch = None if tracked else closures.current()
         again = None if watch is None else self._repeated()
         named = named_leaves(self.state.params)
         sources = {name: source(named[name], tracked) for name in self.moving(named)}
@@ -62,7 +63,7 @@ class Evaluation:
             watch.inspect(tensors_of(self.out), sources.values(), since, again, self.step.roots)
         if create_graph:
             names = list(sources)
-            _second_order.guard(self.total, found, weights, names.__getitem__, since)
+            second_order.guard(self.total, found, weights, names.__getitem__, since)
         if self.step.proximal:
             found = [self.pulled(n, g, named[n]) for n, g in zip(sources, found, strict=True)]
         return dict.fromkeys(named) | dict(zip(sources, found, strict=True))
@@ -139,7 +140,7 @@ class Evaluation:
         given = _tree.flatten((self.state.params, self.meta, self.batch))[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             return True
-        return any(_captured.strangers(tensors_of(self.out), sources, since))
+        return any(closures.strangers(tensors_of(self.out), sources, since))
 
     def pulled(self, name: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         pull = self.step.proximal * (param - named_leaves(self.meta.anchor)[name])
@@ -150,7 +151,7 @@ class Evaluation:
         if step.loss_model is not None:
             loss = step.loss_model.bind(self.meta.loss, buffers_of("loss", given))
         extra = () if step.loss_model is not None or not self.meta.loss else (self.meta.loss,)
-        around = _captured.at_depth(_captured.depth() + 1)
+        around = closures.at_depth(closures.depth() + 1)
         if step.model is None:
             with around:
                 out = loss(rebuilt(self.state.params, named), self.batch, *extra)
@@ -175,8 +176,8 @@ class Evaluation:
 
         def again() -> list[Tensor]:
             named = named_leaves(state.params)
-            devices = _ambient.devices_of(named.values())
-            with _ambient.preserved(devices), torch.enable_grad():
+            devices = randomness.devices_of(named.values())
+            with randomness.preserved(devices), torch.enable_grad():
                 return tensors_of(kind(step, state, meta, batch).evaluated(named)[1])
 
         return again
@@ -207,7 +208,7 @@ def source(param: Tensor, tracked: bool) -> Tensor:
     """
     if tracked and param.requires_grad:
         return param.view_as(param)
-    return _captured.own(param.detach().requires_grad_())
+    return closures.own(param.detach().requires_grad_())
 
 
 def versions_of(named: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:

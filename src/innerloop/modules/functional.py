@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
 
-from innerloop._kernels import ExactWeightNorm, exact_methods
-from innerloop._rebind import PLAIN, Rebinder
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.modules.exact import ExactWeightNorm, exact_methods
+from innerloop.modules.rebind import PLAIN, Rebinder
 
 
 class Functional:

@@ -1,0 +1,1 @@
+"""The paper's own interface: innerloop_ctx, monkeypatch, differentiable optimizers."""

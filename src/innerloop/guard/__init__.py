@@ -1,0 +1,1 @@
+"""Checks that run once per call, never inside a step."""

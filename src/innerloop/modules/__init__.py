@@ -1,0 +1,1 @@
+"""A module as a function of its weights."""

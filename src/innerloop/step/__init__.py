@@ -1,0 +1,1 @@
+"""Eq. 2: a training step as a pure function."""
