@@ -26,7 +26,7 @@ from innerloop.diagnose.untouched import Untouched
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
-from innerloop.step.mapped import sliced
+from innerloop.tasks.axis import sliced
 from innerloop.tasks import Way, axis
 from innerloop.unroll import as_batches
 

@@ -14,7 +14,7 @@ from innerloop.diagnose.measure import as_leaves, measured, replica
 from innerloop.diagnose.meta_parameters import MetaParameter
 from innerloop.diagnose.tracer import Tracer
 from innerloop.guard import closures
-from innerloop.guard.second_order import _nodes as nodes
+from innerloop.guard.graph import nodes
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import Template, functional
 from innerloop.step.state import State
@@ -111,9 +111,9 @@ class Traced:
         self, outputs: Sequence[Tensor], given: Sequence[Tensor], roots: Any
     ) -> None:
         known = set(self.step.names) | set(self.step.outside)
-        leaves, _ = closures.strangers(outputs, given, 0)
+        leaves, _ = closures.closed_over(outputs, given, 0)
         for leaf in leaves:
-            named = closures._found(lambda t, leaf=leaf: t is leaf, roots)
+            named = closures._find(lambda t, leaf=leaf: t is leaf, roots)
             # What has no name was made within the step, and its gradient stays there.
             if id(leaf) not in known and named is not None:
                 self.strangers.append(f"{named[0]!r} of shape {tuple(leaf.shape)}")
@@ -124,6 +124,6 @@ def _followed(template: Any, prefix: str, tracer: Tracer, results: bool) -> Any:
 
 
 def _custom_functions(loss: Tensor) -> list[str]:
-    kinds = {type(node) for node in nodes([loss.grad_fn], set())}
+    kinds = {type(node) for node in nodes([loss.grad_fn])[0]}
     found = [kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")]
     return sorted(c.__name__ for c in found if not c.__module__.startswith("innerloop"))

@@ -29,7 +29,7 @@ from innerloop.optim._family import Family
 from innerloop.optim._from_torch import family_of
 from innerloop.optim._rule import Rule, step
 from innerloop.optim._settings import check_name, check_value, per_group
-from innerloop.step.gradient import check_loss
+from innerloop.guard.arguments import check_loss, check_requires_grad
 
 GradCallback = Callable[[Any], Any]
 _SAME_AS = "_innerloop_same_as"
@@ -128,6 +128,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             hook(self, (loss,), kwargs)
         weights = self._present(params)
         check_loss(loss)
+        check_requires_grad(loss)
         settings = self._checked(override)
         callback = grad_callback if grad_callback is not None else self._grad_callback
         grads = self._gradients(loss, weights, retain_graph, everywhere=callback is not None)

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.estimate._perturbed import Perturbed, perturbed
-from innerloop.guard.randomness import Randomness, devices_of
-from innerloop.guard.watch import Draws
+from innerloop.guard.randomness import Draws, Randomness, devices_of
 
 _SIGNS = (1, -1)
 
@@ -159,7 +158,7 @@ class evolution:
                 p.detach() + sign * self.sigma * e[pair] for p, e in zip(params, noise, strict=True)
             ]
             random.set()
-            draws.undone()
+            draws.undo()
             with torch.no_grad() if self._of.without_grad else contextlib.nullcontext():
                 value, state = at(there, before, args, kwargs)
             values.append(_as_value(value))
