@@ -255,7 +255,7 @@ class InnerLoop(nn.Module):
             write_settings(target, base)
             self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
             return
-        now = self._plain(rule, target, _Settings(self, rule, self._factors())(opt, 0))
+        now = self._plain(rule, target, StepSettings(rule, self.learned, self._factors())(opt, 0))
         if target is not self.optimizer:
             # Its rates at this moment; the scheduler is that of the loop's own optimizer.
             write_settings(target, now)

@@ -34,7 +34,7 @@ from innerloop.errors import RequirementError, four_part
 from innerloop.guard import closures
 from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
 from innerloop.guard.writes import Unwritten
-from innerloop.step.protocol import Step
+from innerloop.step.protocol import Step, fold
 
 Order = Callable[[], Iterator[Action]]
 
@@ -63,11 +63,18 @@ def fold_in_graph(
     A tensor that was computed outside and closed over is then an ordinary part of the graph, and
     the gradient can be differentiated again.
     """
-    outs = []
-    for j in range(len(batches)):
-        state, out = checkpoint(step, state, meta, batches[j], use_reentrant=False)
-        outs.append(out)
-    return state, outs
+    def take(state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+        return checkpoint(step, state, meta, batch, use_reentrant=False)
+
+    before = Randomness(devices_of(_tree.leaves(state)))
+    try:
+        return fold(take, state, meta, batches)
+    except RuntimeError as error:
+        if "saved tensor" not in str(error):
+            raise
+        # torch.func.grad in a step does not admit torch's recomputation (pytorch#122729).
+        before.set()
+        return fold(step, state, meta, batches)
 
 
 class Kept(NamedTuple):

@@ -56,24 +56,33 @@ class Guard:
         self._is_done = False
 
     def look(
-        self, loss: Tensor, grads: Sequence[Tensor | None], sources: Mapping[str, Tensor]
+        self,
+        loss: Tensor,
+        grads: Sequence[Tensor | None],
+        sources: Mapping[str, Tensor],
+        since: int,
     ) -> None:
         """``grads`` are the gradients of ``loss`` by ``sources``, made with a graph."""
         if not self._is_done:
-            self._is_done = not guard(loss, grads, list(sources.values()), list(sources).__getitem__)
+            names = list(sources).__getitem__
+            self._is_done = not guard(loss, grads, list(sources.values()), names, since)
 
 
 def guard(
-    loss: Tensor, grads: Sequence[Tensor | None], params: Sequence[Any], names: Callable[[int], str]
+    loss: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[Any],
+    names: Callable[[int], str],
+    since: int = 0,
 ) -> bool:
     """Make dead ends of the graph raise a clear error when they are reached; True if it has any.
 
     ``grads`` are the inner gradients, made with a graph; ``params`` the weights they belong to, by
-    whose ``grad_fn`` the step ends. The graph of the gradients is searched only if the loss has
+    whose ``grad_fn`` the step ends. Nodes older than ``since`` are not of this step. The graph of the gradients is searched only if the loss has
     operations that have not been searched before.
     """
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
-    forward = graph.nodes([loss.grad_fn], ends)[0]
+    forward = graph.nodes([loss.grad_fn], ends, since)[0]
     kinds = {(type(node), node.name()) for node in forward}
     norms = _NORMS.intersection(name for _, name in kinds)
     by_batch = bool(norms) and any(n.name() in norms and _by_batch(n) for n in forward)

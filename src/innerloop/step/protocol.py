@@ -127,7 +127,9 @@ def as_step(step: Any) -> Step:
     return step if isinstance(step, Step) else PlainStep(step)
 
 
-def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:
+def fold(
+    step: Callable[..., tuple[Any, Any]], state: Any, meta: Any, batches: Sequence[Any]
+) -> tuple[Any, list[Any]]:
     """The plain loop: the final state and a list of outputs."""
     outs = []
     for j in range(len(batches)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from innerloop import _tree
 from innerloop._numerics import full_precision
 from innerloop.errors import NotBatchableError
 from innerloop.guard import arguments, closures, graph, second_order
+from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.functional import Template, check_buffers, functional
 from innerloop.optim import Elsewhere, Rule
 from innerloop.step import refusals
@@ -83,11 +85,12 @@ class InnerStep(Step):
         named = named_leaves(state.params)
         sources = self.sources(named, tracked)
         since = graph.now() if tracked else 0
-        with torch.enable_grad():
+        second = tracked and not self.first_order
+        with torch.enable_grad(), twice_differentiable if second else nullcontext():
             params = rebuild(state.params, {**named, **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
-            grads = self.gradients(found.total, sources, follow)
+            grads = self.gradients(found.total, sources, follow, since)
         if self.look is not None:
             self.look(_tree.tensors(found.out), sources.values())
         by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
@@ -188,9 +191,12 @@ class InnerStep(Step):
         return kept
 
     def gradients(
-        self, total: Tensor, sources: Mapping[str, Tensor], follow: bool
+        self, total: Tensor, sources: Mapping[str, Tensor], follow: bool, since: int = 0
     ) -> dict[str, Tensor | None]:
-        """G = ∇ℓ(θ, φ_loss); ``None`` for weights that the loss leaves out."""
+        """G = ∇ℓ(θ, φ_loss); ``None`` for weights that the loss leaves out.
+
+        ``since`` is autograd's clock before the loss was computed.
+        """
         second = follow and not self.first_order
         weights = list(sources.values())
         found = torch.autograd.grad(
@@ -200,7 +206,7 @@ class InnerStep(Step):
         if all(g is None for g in found):
             raise refusals.no_gradient()
         if second and self.guard is not None:
-            self.guard.look(total, found, sources)
+            self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
 
     def _is_followed(
