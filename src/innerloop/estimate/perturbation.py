@@ -30,7 +30,7 @@ class Perturbed(NamedTuple):
     now: Callable[[], tuple[list[Tensor], At]]
     """Returns the current parameters, and a function that evaluates at others."""
     without_grad: bool
-    """Whether to evaluate under ``no_grad``: an inner loop enables gradients in its own steps."""
+    """If true, evaluate under ``no_grad``: an inner loop enables gradients in its own steps."""
 
 
 def perturb(function: Any, params: Any, persistent: bool) -> Perturbed:

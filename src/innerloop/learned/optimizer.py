@@ -91,7 +91,7 @@ class LearnedOptimizer(StateCheckedModule, abc.ABC):
             optimizer.state[p] = memory
 
     def _accepts(self, optimizer: Any, pairs: list[tuple[Tensor, Memory]]) -> bool:
-        """Whether an optimizer was made of this kind, over these weights."""
+        """Check that an optimizer was made of this kind, over these weights."""
         if not isinstance(optimizer, TorchOptimizer) or type(optimizer.learned) is not type(self):
             return False
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -39,8 +39,8 @@ def dice(
     Args:
         log_probs: of the actions taken, differentiable by the policy. [episodes, time]
         rewards: [episodes, time]
-        baseline: a prediction of the return from here on that does not depend on the action. [episodes,
-            time]
+        baseline: a prediction of the return from here on that does not depend on the action.
+            [episodes, time]
         discount: γ.
         decay: λ.
         alive: whether the action was taken before the end of its episode. [episodes, time] What

@@ -21,7 +21,7 @@ class Episodes(NamedTuple):
     rewards: Tensor
     """[episodes, time]"""
     alive: Tensor | None = None
-    """Whether the action was taken before the episode's end. [episodes, time]"""
+    """True where the action was taken before the episode's end. [episodes, time]"""
 
 
 def expected_return(
