@@ -1,4 +1,4 @@
-"""Evolution strategies: the gradient out of values at perturbed parameters."""
+"""Evolution strategies: the gradient estimated from values at perturbed parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.estimate._perturbed import Perturbed, perturbed
+from innerloop.estimate.perturbation import Perturbed, perturb
 from innerloop.guard.randomness import Draws, Randomness, devices_of
 
 _SIGNS = (1, -1)
@@ -59,7 +59,7 @@ class evolution:
             parameters that require grad.
         samples: evaluations per call, two for each perturbation.
         sigma: standard deviation of a perturbation.
-        persistent: whether a call goes on from the last one.
+        persistent: whether a call continues the one before.
         seed: the same seed gives the same perturbations. Without one, it is drawn by torch.
 
     >>> import innerloop as il
@@ -86,70 +86,63 @@ class evolution:
     ) -> None:
         _check_numbers(samples, sigma, seed)
         self.samples, self.sigma, self.persistent = samples, float(sigma), persistent
-        self._of: Perturbed = perturbed(function, params, persistent)
+        self._of: Perturbed = perturb(function, params, persistent)
         drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self._generator = torch.Generator().manual_seed(drawn)
         self._sum: list[Tensor] | None = None
-        """Of each sample's perturbations in the run so far, each over its own variance."""
+        """The sum of each sample's perturbations in the run so far, divided by sigma."""
         self._states: list[Any] = [None] * samples
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean value, whose gradient is the estimate."""
+        """Return the mean value, whose gradient is the estimate."""
         params, at = self._of.now()
         self._check_resolution(params)
         # [samples / 2, *shape] each
-        noise = [self._drawn(p) for p in params]
-        values, states = self._evaluated(params, noise, at, args, kwargs)
+        noise = [self._draw_noise(p) for p in params]
+        values, states = self._evaluate(params, noise, at, args, kwargs)
         noise = [e / self.sigma for e in noise]
         if self.persistent:
-            noise = noise if self._sum is None else _added(self._sum, noise)
+            noise = noise if self._sum is None else _add(self._sum, noise)
             self._sum, self._states = noise, states
         return _Estimate.apply(values, noise, *params)  # type: ignore[no-any-return]
 
     def restart(self) -> None:
-        """Begin another run: forget the states of the samples, and what perturbed them."""
+        """Begin another run: discard the samples' states and perturbations."""
         self._sum, self._states = None, [None] * self.samples
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next call depends on; in a persistent run the samples' states too."""
+        """Return the generator's state, and in a persistent run the samples' states."""
         random = self._generator.get_state()
-        return {"generator": random, "sum": self._sum, "states": _own(self._states)}
+        return {"generator": random, "sum": self._sum, "states": _copy(self._states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state of :meth:`state_dict`."""
         if len(state["states"]) != self.samples:
-            raise InnerLoopError(
-                four_part(
-                    f"You loaded the state of {len(state['states'])} samples.",
-                    f"that of {self.samples}, as many as there are here.",
-                    "each goes on from where it was.",
-                    f"evolution(..., samples={len(state['states'])}).",
-                )
-            )
+            raise _other_samples(len(state["states"]), self.samples)
         self._generator.set_state(state["generator"])
-        self._sum, self._states = state["sum"], _own(state["states"])
+        self._sum, self._states = state["sum"], _copy(state["states"])
 
-    def _drawn(self, param: Tensor) -> Tensor:
+    def _draw_noise(self, param: Tensor) -> Tensor:
         # On the CPU, so that the numbers do not depend on the device.
         shape = (self.samples // 2, *param.shape)
         drawn = torch.randn(shape, generator=self._generator, dtype=param.dtype, device="cpu")
         return drawn.to(param.device)
 
     def _check_resolution(self, params: list[Tensor]) -> None:
-        """A perturbation that is lost in rounding changes nothing, and the slope would be wrong."""
+        """Refuse a sigma that is lost in rounding: the estimate would be wrong."""
         for p in params:
             step = torch.finfo(p.dtype).eps * float(p.detach().abs().max()) if p.numel() else 0.0
             if self.sigma < step:
-                _refuse(
+                raise _wrong_argument(
                     f"sigma={self.sigma:g} for parameters of {p.dtype} up to {step:.1e} apart",
                     f"sigma above {step:.1e}, or a higher precision",
                     "smaller changes of such numbers are rounded away",
                 )
 
-    def _evaluated(
+    def _evaluate(
         self, params: list[Tensor], noise: list[Tensor], at: Any, args: Any, kwargs: Any
     ) -> tuple[Tensor, list[Any]]:
-        """The values, of which each pair is neighbours, [samples, ...]; and the states."""
+        """Return the values, pairs adjacent, [samples, ...], and the samples' states."""
         random, draws = Randomness(devices_of(params)), Draws()
         values, states = [], []
         for number, before in enumerate(self._states):
@@ -189,22 +182,15 @@ class _Estimate(torch.autograd.Function):
         return None, None, *grads
 
 
-def _own(states: list[Any]) -> list[Any]:
-    """Copies, also of what is in objects: a function may write to its state in place."""
+def _copy(states: list[Any]) -> list[Any]:
+    """Copy states deeply: a function may write to its state in place."""
     plain = _tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, states)
     return copy.deepcopy(plain)
 
 
-def _added(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+def _add(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     if [t.shape for t in first] != [t.shape for t in second]:
-        raise InnerLoopError(
-            four_part(
-                "You changed which parameters require grad, or their shapes, in a persistent run.",
-                "the same parameters in all calls.",
-                "the estimate needs every perturbation since the run began.",
-                "estimator.restart() after such a change.",
-            )
-        )
+        raise _changed_parameters()
     return [a + b for a, b in zip(first, second, strict=True)]
 
 
@@ -217,7 +203,11 @@ def _as_value(found: Any) -> Tensor:
             return torch.tensor(float(found), dtype=torch.float64)
         value = found.detach()
         return value if value.is_floating_point() else value.to(torch.float64)
-    raise InnerLoopError(
+    raise _wrong_value(found)
+
+
+def _wrong_value(found: Any) -> InnerLoopError:
+    return InnerLoopError(
         four_part(
             f"Your function returned a {type(found).__name__}.",
             "a number or a real tensor.",
@@ -230,26 +220,48 @@ def _as_value(found: Any) -> Tensor:
 def _check_numbers(samples: Any, sigma: Any, seed: Any) -> None:
     whole = isinstance(samples, int) and not isinstance(samples, bool)
     if not whole or samples < 2 or samples % 2:
-        _refuse(
+        raise _wrong_argument(
             f"samples={samples!r}",
             "an even number, 2 or more",
             "each perturbation is tried in both directions",
         )
     real = isinstance(sigma, int | float) and not isinstance(sigma, bool)
     if not real or not math.isfinite(sigma) or sigma <= 0:
-        _refuse(
+        raise _wrong_argument(
             f"sigma={sigma!r}",
             "a number above 0",
-            "it is how far the parameters are moved to see what changes",
+            "it is the standard deviation of the perturbations",
         )
     whole = isinstance(seed, int) and not isinstance(seed, bool)
     if seed is not None and not (whole and -(2**63) <= seed < 2**64):
         needed = "a whole number of at most 64 bits"
-        _refuse(f"seed={seed!r}", needed, "a torch.Generator is seeded with it")
+        raise _wrong_argument(f"seed={seed!r}", needed, "a torch.Generator is seeded with it")
 
 
-def _refuse(wrote: str, needed: str, why: str) -> None:
+def _wrong_argument(wrote: str, needed: str, why: str) -> InnerLoopError:
     write = "evolution(inner, samples=16, sigma=0.01, seed=0)."
-    raise InnerLoopError(
+    return InnerLoopError(
         four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
+    )
+
+
+def _other_samples(saved: int, own: int) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You loaded the state of {saved} samples.",
+            f"that of {own} samples, as here.",
+            "each sample continues from its own state.",
+            f"evolution(..., samples={saved}).",
+        )
+    )
+
+
+def _changed_parameters() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "You changed which parameters require grad, or their shapes, in a persistent run.",
+            "the same parameters in all calls.",
+            "the estimate needs every perturbation since the run began.",
+            "estimator.restart() after such a change.",
+        )
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.learned._coordinates import check_tensors, parted, together
+from innerloop.learned.coordinates import check_tensors, join_states, split_state
 from innerloop.optim._from_torch import NoRule
 
 _LEARNED = "learned"
@@ -47,14 +47,7 @@ class TorchOptimizer(NoRule):
 
     def _check(self, group: dict[str, Any]) -> None:
         if not 0 <= float(group["lr"]) < math.inf:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave lr={group['lr']} to as_torch_optimizer.",
-                    "a number, 0 or more.",
-                    "it is a factor of every change that was learned.",
-                    "as_torch_optimizer(params, lr=1.0), which is what was learned.",
-                )
-            )
+            raise _wrong_lr(group["lr"])
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = self.learned.names_of(group, first)
         others = [p for g in self.param_groups for p in g["params"]][:first]
@@ -62,19 +55,19 @@ class TorchOptimizer(NoRule):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moving = self._moving()
+        moving = self._parameters_with_grad()
         if moving:
             names, params, rates = zip(*moving, strict=True)
             with full_precision(params[0].device):  # as in an inner loop
                 self._move(names, params, rates)
         return loss
 
-    def _moving(self) -> list[tuple[str, Tensor, Any]]:
+    def _parameters_with_grad(self) -> list[tuple[str, Tensor, Any]]:
         found, first = [], 0
         for group in self.param_groups:
             names = self.learned.names_of(group, first)
@@ -87,11 +80,11 @@ class TorchOptimizer(NoRule):
         learned = self.learned.to(params[0].device)
         for p in params:
             if p not in self.state:
-                self.state[p] = learned.begun(p)
-        grads = [_dense(name, p) for name, p in zip(names, params, strict=True)]
-        state = together([self.state[p] for p in params])
+                self.state[p] = learned.start_state(p)
+        grads = [_dense_grad(name, p) for name, p in zip(names, params, strict=True)]
+        state = join_states([self.state[p] for p in params])
         changes, state = learned.changes(names, params, grads, state)
-        parts = parted(state, [p.numel() for p in params])
+        parts = split_state(state, [p.numel() for p in params])
         for p, change, lr, own in zip(params, changes, rates, parts, strict=True):
             p.add_(change * lr)
             # Copied: a part is a view that would keep, and save, the whole.
@@ -100,21 +93,14 @@ class TorchOptimizer(NoRule):
     # Saving. ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """That of any optimizer, with the parameters of the learned one as ``"learned"``."""
+        """Return the optimizer's state, with the learned parameters under ``"learned"``."""
         return {**super().state_dict(), _LEARNED: self.learned.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the optimizer did whose state this is."""
+        """Restore a state of :meth:`state_dict`."""
         given = dict(state_dict)
         if _LEARNED not in given:
-            raise InnerLoopError(
-                four_part(
-                    "You loaded a state without 'learned'.",
-                    "the state_dict of an optimizer made by as_torch_optimizer.",
-                    "what was learned is a part of it.",
-                    "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
-                )
-            )
+            raise _no_learned_state()
         learned = given.pop(_LEARNED)
         # First, into a copy: what does not fit must leave this optimizer as it is.
         copied = copy.deepcopy(self.learned)
@@ -125,7 +111,7 @@ class TorchOptimizer(NoRule):
         self._restore(given)
 
     def _restore(self, given: dict[str, Any]) -> None:
-        """In the precision it was saved in: torch rounds a state to that of the weight."""
+        """Restore the saved precision: torch rounds a state to that of the weight."""
         groups = zip(given["param_groups"], self.param_groups, strict=True)
         for saved, own in groups:
             for index, p in zip(saved["params"], own["params"], strict=True):
@@ -137,16 +123,42 @@ class TorchOptimizer(NoRule):
         return {**super().__getstate__(), _LEARNED: self.learned}
 
 
-def _dense(name: str, param: Tensor) -> Tensor:
+def _dense_grad(name: str, param: Tensor) -> Tensor:
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
-        raise InnerLoopError(
-            four_part(
-                f"The gradient of {name!r} is sparse.",
-                "dense gradients.",
-                "every coordinate has a memory, which moves on at each step.",
-                "torch.nn.Embedding(..., sparse=False).",
-            )
-        )
+        raise _sparse_grad(name)
     return grad
+
+
+def _wrong_lr(lr: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave lr={lr} to as_torch_optimizer.",
+            "a number, 0 or more.",
+            "it is a factor of every learned change.",
+            "as_torch_optimizer(params, lr=1.0), the learned update itself.",
+        )
+    )
+
+
+def _no_learned_state() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "You loaded a state without 'learned'.",
+            "the state_dict of an optimizer made by as_torch_optimizer.",
+            "the learned parameters are a part of it.",
+            "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
+        )
+    )
+
+
+def _sparse_grad(name: str) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"The gradient of {name!r} is sparse.",
+            "dense gradients.",
+            "every coordinate has a memory, which changes at each step.",
+            "torch.nn.Embedding(..., sparse=False).",
+        )
+    )

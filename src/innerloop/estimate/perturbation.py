@@ -1,4 +1,4 @@
-"""What is perturbed: a module by its replicas, or a function of nested tensors."""
+"""Evaluation at perturbed parameters: of a module by replicas, or of a function of tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional, unwrapped
 
 At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
-"""From values of the parameters, a state, args and kwargs to the value and the next state."""
+"""Maps values of the parameters, a state, args and kwargs to the value and the next state."""
 
 
 class Perturbed(NamedTuple):
-    """Something to be evaluated at other values of its parameters.
+    """A function or module that can be evaluated at other values of its parameters.
 
     ``now`` is a partial and no closure: copied or saved together with a module, it is about the
     copy.
@@ -28,24 +28,24 @@ class Perturbed(NamedTuple):
 
     name: str
     now: Callable[[], tuple[list[Tensor], At]]
-    """The parameters as they are at this moment, and how to evaluate at others."""
+    """Returns the current parameters, and a function that evaluates at others."""
     without_grad: bool
-    """Whether no gradient is wanted in it: an inner loop turns on those of its own steps."""
+    """If true, evaluate under ``no_grad``: an inner loop enables gradients in its own steps."""
 
 
-def perturbed(function: Any, params: Any, persistent: bool) -> Perturbed:
-    """What was given to an estimator, or an error."""
+def perturb(function: Any, params: Any, persistent: bool) -> Perturbed:
+    """Prepare the estimator's first argument; refuse what cannot be evaluated."""
     if not isinstance(function, nn.Module):
         return _of_function(function, params, persistent)
     if params is not None:
-        _refuse(
+        raise _wrong_argument(
             f"params together with a {type(function).__name__}",
             "a module alone",
             "its own parameters are perturbed, those that require grad",
             "module.requires_grad_(False) for parts that are to stay as they are.",
         )
     if isinstance(function, nn.parallel.DistributedDataParallel):
-        _refuse(
+        raise _wrong_argument(
             "a DistributedDataParallel",
             "the module in it",
             "the wrapper averages gradients that a backward pass makes, and there is none",
@@ -54,7 +54,7 @@ def perturbed(function: Any, params: Any, persistent: bool) -> Perturbed:
     module = unwrapped(function)
     if isinstance(module, InnerLoop):
         return _of_inner_loop(module, persistent)
-    call = _with_state if persistent else _called
+    call = _call_with_state if persistent else _call
     return Perturbed(type(module).__name__, partial(_replicas, module, call), False)
 
 
@@ -64,7 +64,7 @@ def _of_inner_loop(inner: InnerLoop, persistent: bool) -> Perturbed:
 
 def _loop_now(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
     if not persistent and isinstance(inner.backward, Truncated) and inner.backward.carry:
-        _refuse(
+        raise _wrong_argument(
             f"an inner loop with {inner.backward}",
             "one that starts anew in each call, or persistent=True",
             "what earlier calls did would be left out, and the samples need states of their "
@@ -72,21 +72,23 @@ def _loop_now(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
             "evolution(inner, persistent=True, ...).",
         )
     if persistent and isinstance(inner.backward, Implicit):
-        _refuse(
+        raise _wrong_argument(
             f"an inner loop with {inner.backward}, and persistent=True",
             "another strategy, or persistent=False",
             "Implicit is about where training ends, and a persistent run is never at its end",
             "evolution(inner, ...), or InnerLoop(..., backward=innerloop.Remat()).",
         )
-    return _replicas(inner, _carried if persistent else _called)
+    return _replicas(inner, _call_carrying if persistent else _call)
 
 
 def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
     if not callable(function):
-        _refuse(f"a {type(function).__name__}", "a module or a function", "it is called")
+        raise _wrong_argument(
+            f"a {type(function).__name__}", "a module or a function", "it is called"
+        )
     leaves, spec = _tree.flatten(params)
     if params is None or not leaves or not all(isinstance(t, Tensor) for t in leaves):
-        _refuse(
+        raise _wrong_argument(
             f"a function and params={type(params).__name__}",
             "tensors, in any nesting of lists, tuples and dictionaries",
             "what a function depends on cannot be seen from outside",
@@ -94,7 +96,7 @@ def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
         )
     _check(leaves)
     name = getattr(function, "__name__", type(function).__name__)
-    call = _with_state if persistent else _called
+    call = _call_with_state if persistent else _call
     # In containers of its own: what happens to those that were given changes nothing.
     own = _tree.unflatten(leaves, spec)
     return Perturbed(name, partial(_function_now, function, own, call), False)
@@ -126,15 +128,15 @@ def _replicas(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor]
     return list(own.values()), at
 
 
-def _called(function: Any, _: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
+def _call(function: Any, _: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
     return function(*args, **kwargs), None
 
 
-def _with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _call_with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     found = function(state, *args, **kwargs)
     if isinstance(found, tuple) and len(found) == 2:
         return found
-    return _refuse(
+    raise _wrong_argument(
         f"a function that returned a {type(found).__name__}",
         "a value and a state",
         "with persistent=True each sample goes on from its state",
@@ -142,13 +144,13 @@ def _with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any,
     )
 
 
-def _carried(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """One part of a run of an inner loop, from a state that it carried over."""
+def _call_carrying(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Run one part of a persistent run of an inner loop, from a carried state."""
     replica.backward = Truncated(sys.maxsize, carry=True)
     replica._carried = state
     value = replica(*args, **kwargs)
     if state is not None and replica._carried.keys() != state.keys():
-        _refuse(
+        raise _wrong_argument(
             "other tasks than in the call before",
             "the same tasks in all calls of a persistent run",
             "each task goes on from where it was",
@@ -158,12 +160,14 @@ def _carried(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _check(params: list[Tensor]) -> None:
-    """Refuse what gets no gradient."""
+    """Refuse parameters that cannot receive the estimate."""
     if not params:
-        _refuse("nothing that requires grad", "at least one parameter", "it gets the estimate")
+        raise _wrong_argument(
+            "nothing that requires grad", "at least one parameter", "it gets the estimate"
+        )
     for p in params:
         if not p.requires_grad or p.is_complex():
-            _refuse(
+            raise _wrong_argument(
                 f"a tensor of {p.dtype} with requires_grad={p.requires_grad}",
                 "real tensors that require grad",
                 "the estimate is given to them by backward()",
@@ -171,7 +175,9 @@ def _check(params: list[Tensor]) -> None:
             )
 
 
-def _refuse(wrote: str, needed: str, why: str, write: str = "evolution(inner, seed=0).") -> Any:
-    raise InnerLoopError(
+def _wrong_argument(
+    wrote: str, needed: str, why: str, write: str = "evolution(inner, seed=0)."
+) -> InnerLoopError:
+    return InnerLoopError(
         four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
     )

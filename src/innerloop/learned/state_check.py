@@ -1,4 +1,4 @@
-"""Modules that look at what kind a state is of before they take it over."""
+"""Modules that check the kind of a state before they load it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 
-class Checked(nn.Module):
-    """``set_extra_state`` may refuse a state, and the parameters are as they were.
+class StateCheckedModule(nn.Module):
+    """A module whose ``set_extra_state`` may refuse a state before any parameter is changed.
 
-    Torch copies the parameters first, and hands over the rest afterwards.
+    Torch copies the parameters first, and calls ``set_extra_state`` afterwards.
     """
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **more: Any) -> None:
