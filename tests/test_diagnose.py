@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils import parametrizations
 
 import innerloop as il
 from inner_problems import PROBLEMS
@@ -520,10 +519,10 @@ BROKEN = [
     Broken(
         clamp_in_place,
         ALL_WEIGHTS,
-        "",
-        "wrote in place to the weight '0.weight'",
-        "",
-        "as a new tensor",
+        "IIIb",
+        "wrote in place to the weight '0.weight'. clamp_ writes in place",
+        "model[0].weight.clamp_(",
+        "a new tensor",
     ),
     Broken(
         decay_in_place,
@@ -538,10 +537,10 @@ BROKEN = [
     Broken(
         loaded_in_the_loss,
         ALL_WEIGHTS,
-        "",
-        "wrote in place to the weight '0.weight'",
-        "",
-        "as a new tensor",
+        "IIIb",
+        "wrote in place to the weight '0.weight'. copy_ writes in place",
+        "model.load_state_dict",
+        "a new tensor",
     ),
     Broken(batch_in_place, ALL_WEIGHTS, "", "in place", "batch[0].mul_(0.5)", "x = x + y"),
     Broken(
@@ -603,7 +602,7 @@ BROKEN = [
         "backward of the autograd.Function Twice",
         reached=True,
     ),
-    Broken(crash, ALL_WEIGHTS, "", "shapes cannot be multiplied", "batch[0].T", "the error says"),
+    Broken(crash, ALL_WEIGHTS, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error"),
     Broken(
         truncated_before_the_start, ALL_WEIGHTS, "", "Truncated(k=1", "", "Truncated(2), another"
     ),
@@ -631,18 +630,6 @@ def test_the_report_names_what_is_broken_and_what_to_write(case):
     for text in (case.row, row.write.split()[0]):
         assert text in str(report)
     assert all(torch.equal(before[name], value) for name, value in inner.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("build", "op", "line"),
-    [
-        (clamp_in_place, "clamp_ writes in place", "model[0].weight.clamp_("),
-        (loaded_in_the_loss, "copy_ writes in place", "model.load_state_dict"),
-    ],
-)
-def test_the_line_that_writes_in_place_is_named_beside_the_error(build, op, line):
-    found = [f for f in diagnose(*build()).findings if op in f.problem]
-    assert found and line in " | ".join(found[0].where)
 
 
 def test_a_path_that_is_cut_still_has_an_influence():
@@ -703,7 +690,7 @@ def test_a_learned_loss_whose_last_bias_cannot_matter():
     finding = next(f for f in report.findings if "loss.compare.2.bias" in f.rows)
     assert finding.kind == "no influence"
     assert "constant added to the loss" in finding.problem
-    assert "Finite differences say the same" in finding.problem
+    assert "Finite differences agree" in finding.problem
 
 
 @pytest.mark.parametrize(
@@ -760,8 +747,8 @@ def test_reptile_is_by_choice():
     inner = il.algorithms.reptile(mlp(), squares)
     report = diagnose(inner, train, None)
     assert report.healthy
-    finding, note = report.findings
-    assert (finding.kind, note.kind) == ("by choice", "note")
+    (finding,) = report.findings
+    assert finding.kind == "by choice"
     assert "Reptile takes the adapted weights as fixed" in finding.problem
     assert "first_order_maml" in finding.write and "first_order=False" not in str(report)
 
@@ -774,9 +761,7 @@ def test_truncation_says_what_it_leaves_out():
     assert row.difference.verdict == "differs"
     assert len(row.per_step) == STEPS
     assert report.findings[0].kind == "by choice"
-    assert "before the last step" in report.findings[0].problem
-    share = row.per_step[0] / sum(row.per_step)
-    assert f"{share:.0%} come before the last step" in report.findings[1].problem
+    assert "only the last 1 of 2 steps" in report.findings[0].problem
 
 
 def test_the_implicit_gradient_before_convergence_is_by_choice():
@@ -817,7 +802,7 @@ def test_a_piecewise_linear_loss_gives_its_parameters_no_gradient():
     assert row.difference.verdict == "agrees"
     finding = next(f for f in report.findings if row.name in f.rows)
     assert finding.kind == "no influence"
-    assert "linear piece by piece" in finding.problem
+    assert "piecewise linear" in finding.problem
     assert "softplus" in finding.write
     assert report["model.weight"].reached
 
@@ -999,34 +984,6 @@ def test_norms_by_step_of_a_transformed_setting():
     assert scaled.per_step == pytest.approx([0.1 * norm for norm in plain.per_step])
 
 
-def test_layers_that_are_replaced():
-    class Own(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-            self.mixed = parametrizations.weight_norm(nn.Linear(2, 2))
-            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
-            self.own = Own()
-            self.head = nn.Linear(2, 1)
-
-        def forward(self, x):
-            h = self.mixed(self.norm(x))[None]
-            return self.head(self.own(self.attention(h, h, h)[0])[0])
-
-    report = diagnose(*loop(model=Layers()))
-    instead = {layer.path: layer.instead for layer in report.layers}
-    assert "second derivative" in instead["model.norm"]
-    assert "composed" in instead["model.mixed.parametrizations.weight.0"]
-    assert "math kernels" in instead["model.attention"]
-    assert "math kernels" in instead["model.own"]
-    assert "model.attention (MultiheadAttention)" in str(report)
-    assert len(instead) == 4
-
-
 def test_the_memory_forecast():
     report = diagnose(*loop())
     assert report.memory is not None
@@ -1092,6 +1049,7 @@ def test_the_state_that_truncation_carries_is_kept():
     report = diagnose(inner, train, val)
     assert inner._carried is carried
     assert report["settings.lr"].difference.verdict == "agrees"
+    inner.restart()
     with torch.no_grad():
         assert report.val_loss == pytest.approx(inner(train, val).item())
 
