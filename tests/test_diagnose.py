@@ -547,18 +547,18 @@ BROKEN = [
         half_that_underflows,
         ALL_WEIGHTS,
         "IIIb",
-        "float16 has nothing between 0 and 6e-8",
+        "The gradient is zero. Part of the loss is computed in half precision",
         ".half()",
         "float32",
     ),
     Broken(
-        half_that_overflows, ALL_WEIGHTS, "IIIb", "Half precision overflowed", ".half()", "float32"
+        half_that_overflows, ALL_WEIGHTS, "IIIb", "computed in half precision", ".half()", "float32"
     ),
     Broken(
         half_that_overflows_in_the_gradient,
         ALL_WEIGHTS,
         "IIIb",
-        "Half precision overflowed",
+        "computed in half precision",
         ".half()",
         "float32",
     ),
@@ -720,16 +720,6 @@ def test_values_only_logged_are_no_finding():
     assert not report.findings
 
 
-def test_momentum_that_starts_at_zero_is_reached_with_a_note():
-    report = diagnose(*loop(learn=("lr", "momentum")))
-    row = report["settings.momentum"]
-    assert row.reached
-    assert row.difference.verdict == "agrees"
-    (finding,) = report.findings
-    assert (finding.kind, finding.rows) == ("note", ("settings.momentum",))
-    assert "starts at 0" in finding.problem
-
-
 def test_first_order_reaches_the_start_and_says_that_it_is_approximate():
     report = diagnose(*loop(first_order=True))
     row = report["model.0.weight"]
@@ -787,7 +777,7 @@ def test_a_rate_without_an_inner_gradient_has_no_influence():
     assert not report["settings.lr"].reached
     (finding,) = report.findings
     assert finding.kind == "no influence"
-    assert "The inner gradient is zero at every step" in finding.problem
+    assert "training moves nothing" in finding.problem
     assert report.grad_norms == (0.0,) * STEPS
 
 
@@ -814,7 +804,7 @@ def test_half_precision_that_holds_is_a_note():
     report = diagnose(*loop(loss, mlp().float()))
     (finding,) = report.findings
     assert finding.kind == "note"
-    assert "float16" in finding.problem
+    assert "half precision" in finding.problem
     assert ".half()" in finding.where[0]
     unsure = [row.difference for row in report.rows if row.difference.verdict == "not judged"]
     assert unsure
@@ -874,17 +864,6 @@ def test_a_learned_loss_as_its_own_measure():
     assert any("L_val is the learned loss itself" in f.problem for f in report.findings)
 
 
-def test_a_tensor_that_is_closed_over():
-    temperature = torch.tensor(1.5, requires_grad=True)
-
-    def loss(model, batch):
-        return temperature * squares(model, batch)
-
-    report = diagnose(*loop(loss))
-    assert report.healthy
-    assert "'temperature'" in report.findings[0].problem
-
-
 def test_a_tensor_rate_inside_the_optimizer():
     model = mlp()
     rate = torch.tensor(0.1, requires_grad=True)
@@ -898,15 +877,6 @@ def test_an_exploding_gradient():
     inner, train, val = loop(model=nn.Linear(2, 1), lr=5.0)
     report = diagnose(inner, train[:1] * 8, val)
     assert any("explodes on its way back" in f.problem for f in report.findings)
-
-
-def test_frozen_parameters_are_mentioned():
-    model = mlp()
-    model[0].requires_grad_(False)
-    inner = il.InnerLoop(model, SGD(model[2].parameters(), lr=0.1), squares)
-    report = diagnose(inner, *data())
-    assert [row.name for row in report.rows] == ["model.2.weight"]
-    assert "model.0.weight" in report.findings[0].problem
 
 
 def test_of_many_parameters_those_of_a_part_are_moved_together():
@@ -975,10 +945,7 @@ def test_norms_by_step_of_a_transformed_setting():
     """What a step adds is counted in the learned number: d lr / d raw = lr for a logarithm."""
     inner, train, val = loop()
     logarithm = il.InnerLoop(
-        inner.model,
-        inner.optimizer,
-        squares,
-        learn={"init": True, "lr": il.Learn(transform="log")},
+        inner.model, inner.optimizer, squares, learn={"init": True, "lr": il.Learn(transform="log")}
     )
     plain, scaled = (diagnose(i, train, val)["settings.lr"] for i in (inner, logarithm))
     assert scaled.per_step == pytest.approx([0.1 * norm for norm in plain.per_step])

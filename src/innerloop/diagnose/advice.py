@@ -21,9 +21,6 @@ class Advice(NamedTuple):
     problem: str
     write: str = ""
 
-    def after(self, sentence: str) -> Advice:
-        return self._replace(problem=f"{sentence} {self.problem}")
-
 
 # Cuts. ------------------------------------------------------------------------------------------
 
@@ -148,21 +145,18 @@ def not_an_inner_loop(given: object) -> str:
 
 # Gradients that are missing, wrong or not finite. -----------------------------------------------
 
-OVERFLOW = "Half precision overflowed: float16 ends at 65504."
-FULL_PRECISION = (
+HALF_PRECISION = Advice(
+    "Part of the loss is computed in half precision, with 2 or 3 digits; float16 has nothing below "
+    "6e-8 or above 65504.",
     "the loss in float32: loss(model(x).float(), y.float()); with autocast, dtype=torch.bfloat16, "
-    "which has the range of float32."
+    "which has the range of float32.",
 )
-UNDERFLOW = Advice("The gradient is zero: float16 has nothing between 0 and 6e-8.", FULL_PRECISION)
 
 
-def not_finite(steps: Sequence[int], half: bool) -> Advice:
+def not_finite(steps: Sequence[int]) -> Advice:
     since = f", from step {max(steps)} backwards" if steps else ""
-    problem = f"The gradient is not finite{since}."
-    if half:
-        return Advice(f"{problem} {OVERFLOW}", FULL_PRECISION)
     return Advice(
-        problem,
+        f"The gradient is not finite{since}.",
         "grad_transform=il.clip_norm(1.0) or a smaller learning rate if the training loss "
         "explodes; otherwise a loss without sqrt, norm or log at zero.",
     )
@@ -186,9 +180,8 @@ NOTHING_MEASURED = Advice(
     "a val_loss that still changes with the weights here: not saturated, not clamped, and computed "
     "with the model that it is given.",
 )
-NO_STEPS = Advice("There is no step in which this parameter could act.", "[batch] * 5.")
 NOTHING_MOVES = Advice(
-    "The inner gradient is zero at every step, so training moves nothing.",
+    "No step has an inner gradient other than zero, so training moves nothing.",
     "a loss whose gradient is not zero at the start: look for dead ReLUs, saturated or clamped "
     "outputs, and weights that are at an optimum already.",
 )
@@ -228,12 +221,10 @@ def unexplained(functions: Sequence[str]) -> Advice:
     )
 
 
-def differs(functions: Sequence[str], half: bool) -> Advice:
+def differs(functions: Sequence[str]) -> Advice:
     return Advice(
         "Finite differences differ from the gradient.",
-        FULL_PRECISION
-        if half
-        else "other data if the loss has kinks (ReLU, max, clamp) near this point; otherwise "
+        "other data if the loss has kinks (ReLU, max, clamp) near this point; otherwise "
         + _suspects(functions),
     )
 
@@ -315,45 +306,16 @@ LEARNED_MEASURE = Advice(
 )
 
 
-def starts_at_zero(name: str) -> Advice:
-    return Advice(
-        f"{name} starts at 0. It gets a gradient nevertheless, which may make it negative; without "
-        "need, leave it out of learn."
+def growth(ratio: float) -> Advice:
+    verb, write = (
+        (
+            "explodes",
+            "a smaller inner learning rate, grad_transform=il.clip_norm(1.0), fewer steps.",
+        )
+        if ratio > 1
+        else ("vanishes", "fewer steps, less weight decay, or another inner learning rate.")
     )
-
-
-def half_precision(dtypes: Iterable[str]) -> Advice:
-    return Advice(
-        f"Part of the loss is computed in {', '.join(sorted(dtypes))}, with 2 or 3 digits; second "
-        "derivatives lose more of them, and float16 has nothing below 6e-8 or above 65504.",
-        "the loss itself in float32: loss(model(x).float(), y).",
-    )
-
-
-def explodes(ratio: float) -> Advice:
-    return Advice(
-        f"The gradient explodes on its way back: |B_0| is {ratio:.1e} times |B_J|.",
-        "a smaller inner learning rate, grad_transform=il.clip_norm(1.0), fewer steps.",
-    )
-
-
-def vanishes(ratio: float) -> Advice:
-    return Advice(
-        f"The gradient vanishes on its way back: |B_0| is {ratio:.1e} times |B_J|.",
-        "fewer steps, less weight decay, or a learning rate further from 1/curvature.",
-    )
-
-
-def closed_over(tensor: str) -> Advice:
-    return Advice(
-        f"The loss uses a tensor, {tensor}, that requires grad and is no parameter of the inner "
-        "loop: it gets a gradient, but inner.parameters() does not have it.",
-        "the loss as an nn.Module with it as a parameter.",
-    )
-
-
-def frozen(names: Sequence[str]) -> Advice:
-    return Advice(f"Not learned, since requires_grad is False: {_join(names)}.")
+    return Advice(f"The gradient {verb} on its way back: |B_0| is {ratio:.1e} times |B_J|.", write)
 
 
 def checked_together(count: int) -> Advice:
@@ -361,10 +323,6 @@ def checked_together(count: int) -> Advice:
         "For finite differences, parameters of the same part were moved together; "
         f"checks={count} moves each by itself."
     )
-
-
-def no_norms(message: str) -> Advice:
-    return Advice(f"Norms by step are missing: {message}")
 
 
 def warning(text: str) -> Advice:

@@ -14,7 +14,7 @@ from innerloop.diagnose import advice
 from innerloop.diagnose.difference import Movable, Noise, compare_all
 from innerloop.diagnose.judge import Evidence, build_row, join, notes
 from innerloop.diagnose.report import Difference, Finding, Report
-from innerloop.diagnose.runs import Runs, closed_over, custom_functions
+from innerloop.diagnose.runs import Runs, custom_functions
 from innerloop.errors import InnerLoopError
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
@@ -62,12 +62,10 @@ def diagnose(
 def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     seen = Evidence(runs.inner, runs.steps, runs.tracer("update"), runs.tracer("val_loss"))
     seen.grads, seen.failure = runs.attempt(runs.gradients)
-    seen.norms, no_norms = runs.attempt(runs.step_norms)
+    seen.norms, _ = runs.attempt(runs.step_norms)
     if runs.steps:
         results, _ = runs.attempt(lambda: runs.trace_step(seen.step))
         seen.functions = custom_functions(results or [])
-        known = [p.tensor for p in runs.phi] + list(runs.model.params.values())
-        seen.closed_over = closed_over(runs.inner.loss, results or [], known)
     runs.attempt(lambda: runs.trace_val(seen.val))
     losses, _ = runs.attempt(runs.losses)
     value, noise = _noise(runs, seen)
@@ -82,8 +80,6 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     findings += notes(seen, rows, findings)
     if len(rows) > checks:
         findings.append(Finding("note", advice.checked_together(len(rows)).problem))
-    if no_norms is not None and seen.grads is not None:
-        findings.append(Finding("note", advice.no_norms(no_norms.message).problem))
     return Report(
         rows,
         join(findings),

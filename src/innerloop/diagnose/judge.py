@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from innerloop import _tree
 from innerloop.diagnose import advice
 from innerloop.diagnose.advice import Advice
 from innerloop.diagnose.report import Difference, Finding, Row
@@ -41,7 +40,6 @@ class Evidence:
     differences: Mapping[str, Difference] = field(default_factory=dict)
     functions: Sequence[str] = ()
     """The user's own autograd.Functions."""
-    closed_over: Sequence[str] = ()
     changed: set[str] = field(default_factory=set)
     """Tensors that a run wrote to: ``"weights"`` or ``"batches"``."""
     warnings: Sequence[str] = ()
@@ -123,6 +121,11 @@ def _finding(kind: str, text: Advice, where: tuple[str, ...] = ()) -> Finding:
     return Finding(kind, text.problem, where, text.write)
 
 
+def _half_finding(seen: Evidence, problem: str) -> Finding:
+    text = advice.HALF_PRECISION
+    return Finding("broken", f"{problem} {text.problem}", seen.half_places, text.write)
+
+
 def error_finding(failure: Failure, calls: Sequence[Call]) -> Finding:
     """The finding about an error that the loop ended with."""
     where = _failing_calls(failure, calls)
@@ -155,8 +158,7 @@ def _failed(seen: Evidence, row: Row) -> Verdict:
     named = re.search(r"Requirement (I+[ab]?)\)", failure.message)
     requirement = "" if named is None else named[1]
     if "NaN" in failure.message and seen.half_places:
-        text = Advice(f"{finding.problem} {advice.OVERFLOW}", advice.FULL_PRECISION)
-        found = _finding("broken", text, seen.half_places)
+        found = _half_finding(seen, finding.problem)
         return found._replace(message=finding.message), "IIIb"
     cuts = _failing_cuts(seen, failure, row)
     if not cuts:
@@ -184,9 +186,10 @@ def _unconnected(tracer: Tracer) -> list[str]:
 
 def _not_finite(seen: Evidence, row: Row) -> Verdict:
     steps = [j for j, norm in enumerate(row.per_step) if not math.isfinite(norm)]
-    half = seen.half_places
-    text = advice.not_finite(steps, bool(half))
-    return _finding("broken", text, half), "IIIb" if half else row.requirement
+    text = advice.not_finite(steps)
+    if seen.half_places:
+        return _half_finding(seen, text.problem), "IIIb"
+    return _finding("broken", text), row.requirement
 
 
 def _unreached(seen: Evidence, row: Row) -> Verdict:
@@ -205,12 +208,10 @@ def _unreached(seen: Evidence, row: Row) -> Verdict:
         if cuts:
             return _cut_finding("broken", advice.NO_GRADIENT, cuts)
     if row.norm is not None and seen.half_places:
-        return _finding("broken", advice.UNDERFLOW, seen.half_places), "IIIb"
+        return _half_finding(seen, "The gradient is zero."), "IIIb"
     if norms is not None and not norms.b_norms[-1]:
         return _finding("no influence", advice.NOTHING_MEASURED), "I"
     if norms is not None and not any(norms.grad_norms) and not influence:
-        if not seen.steps:
-            return _finding("no influence", advice.NO_STEPS), ""
         return _finding("no influence", advice.NOTHING_MOVES), row.requirement
     if influence:
         return _finding("broken", advice.unexplained(seen.functions)), row.requirement
@@ -247,8 +248,10 @@ def _differs(seen: Evidence, row: Row) -> Verdict:
             cuts = _row_cuts(seen, row, stage, later)
             if cuts:
                 return _cut_finding(kind, advice.PART_MISSING, cuts)
-    text = advice.differs(seen.functions, bool(seen.half_places))
-    return _finding(kind, text, seen.half_places), row.requirement
+    text = advice.differs(seen.functions)
+    if seen.half_places:
+        return _half_finding(seen, text.problem)._replace(kind=kind), row.requirement
+    return _finding(kind, text), row.requirement
 
 
 # Cuts. ------------------------------------------------------------------------------------------
@@ -300,26 +303,18 @@ def _violated(cut: Cut) -> str:
 
 def notes(seen: Evidence, rows: Sequence[Row], findings: Sequence[Finding]) -> Iterator[Finding]:
     """Findings that concern no single row, or nothing that is wrong."""
-    inner = seen.inner
     if not rows and seen.failure is not None:
         yield error_finding(seen.failure, seen.step.calls)
     elif not rows:
         yield _finding("broken", advice.NOTHING_LEARNED)
     yield from _writes(seen, findings)
     yield from _val_loss(seen, rows)
-    for name, value in inner.hyper.items():
-        leaves = [t for t in _tree.flatten(value)[0] if isinstance(t, Tensor)]
-        if name in ("momentum", "weight_decay") and not any(bool(t.any()) for t in leaves):
-            rows_of = (f"settings.{name}",)
-            yield _finding("note", advice.starts_at_zero(name))._replace(rows=rows_of)
-    yield from _half_precision(seen, findings)
+    reported = {place for finding in findings for place in finding.where}
+    if seen.half_places and reported.isdisjoint(seen.half_places):
+        yield _finding("note", advice.HALF_PRECISION, seen.half_places)
     yield from _growth(seen)
-    texts = [advice.closed_over(tensor) for tensor in seen.closed_over]
-    frozen = [name for name, p in inner.named_parameters() if not p.requires_grad]
-    texts += [advice.frozen(frozen)] if frozen else []
-    texts += [advice.warning(text) for text in seen.warnings]
-    for text in texts:
-        yield _finding("note", text)
+    for text in seen.warnings:
+        yield _finding("note", advice.warning(text))
 
 
 def _writes(seen: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -353,20 +348,10 @@ def _val_loss(seen: Evidence, rows: Sequence[Row]) -> Iterator[Finding]:
         yield _finding("note", advice.LEARNED_MEASURE)._replace(rows=learned)
 
 
-def _half_precision(seen: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
-    reported = {place for finding in findings for place in finding.where}
-    if seen.half_places and reported.isdisjoint(seen.half_places):
-        casts = [*seen.step.half, *seen.val.half]
-        names = {str(dtype).removeprefix("torch.") for dtype, _ in casts}
-        yield _finding("note", advice.half_precision(names), seen.half_places)
-
-
 def _growth(seen: Evidence) -> Iterator[Finding]:
     norms = (0.0,) if seen.norms is None else seen.norms.b_norms
     if not 0 < norms[-1] < math.inf or not math.isfinite(norms[0]):
         return
     ratio = norms[0] / norms[-1]
-    if ratio > 1e3:
-        yield _finding("note", advice.explodes(ratio))
-    elif ratio < 1e-3:
-        yield _finding("note", advice.vanishes(ratio))
+    if not 1e-3 < ratio < 1e3:
+        yield _finding("note", advice.growth(ratio))

@@ -189,11 +189,7 @@ def _finding(number: int, finding: Finding) -> str:
 
 def _wrap(text: str, indent: int) -> str:
     return textwrap.fill(
-        text,
-        100,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, 100, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 

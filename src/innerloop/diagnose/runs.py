@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import random
 import re
@@ -20,13 +19,7 @@ from torch import Tensor, nn
 from innerloop import _tree
 from innerloop.backward import Remat, Tape
 from innerloop.backward.auto import Forecast, forecast
-from innerloop.diagnose.tracer import (
-    Place,
-    Tracer,
-    failing_place,
-    graph_nodes,
-    paths_in_modules,
-)
+from innerloop.diagnose.tracer import Place, Tracer, failing_place, graph_nodes, paths_in_modules
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
 from innerloop.step.state import Meta, State
@@ -333,21 +326,6 @@ def custom_functions(results: Sequence[Tensor]) -> list[str]:
     return sorted(c.__name__ for c in found if not c.__module__.startswith("innerloop"))
 
 
-def closed_over(loss: Any, results: Sequence[Tensor], known: Iterable[Tensor]) -> list[str]:
-    """Tensors that require grad and that a loss function takes from its closure or its globals."""
-    if not inspect.isfunction(loss):
-        return []
-    found = inspect.getclosurevars(loss)
-    leaves = {id(getattr(node, "variable", None)) for node in graph_nodes(results)}
-    leaves -= {id(t) for t in known}
-    named = {**found.globals, **found.nonlocals}.items()
-    return [
-        f"{name!r} of shape {tuple(t.shape)}"
-        for name, t in named
-        if isinstance(t, Tensor) and id(t) in leaves
-    ]
-
-
 # Meta-parameters. -------------------------------------------------------------------------------
 
 
@@ -383,8 +361,10 @@ class Snapshot:
         self.weights = _saved_tensors(weights)
         self.batches = _saved_tensors(_tree.flatten(data)[0])
         devices = {saved.tensor.device for saved in (*self.weights, *self.batches)}
-        self.random = [(torch.set_rng_state, torch.get_rng_state())]
-        self.random += [(random.setstate, random.getstate())]
+        self.random: list[tuple[Callable[[Any], None], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+        ]
         for device in devices - {torch.device("cpu")}:
             module = torch.get_device_module(device)
             state = module.get_rng_state(device)
