@@ -61,6 +61,34 @@ class Parted(nn.Module):
 # Broken set-ups. --------------------------------------------------------------------------------
 
 
+class Broken(NamedTuple):
+    """The text of a report on one meta-parameter of a broken set-up."""
+
+    build: object
+    row: str
+    requirement: str
+    says: str
+    """A part of the problem, or of the error: the operation."""
+    where: str
+    """A part of the place: the line's code, or the module."""
+    write: str
+    reached: bool = False
+    """Whether a gradient arrives nevertheless, but a wrong one."""
+
+
+BROKEN = []
+FIRST = "model.0.weight"
+
+
+def broken(*expected, **options):
+    def add(build):
+        BROKEN.append(Broken(build, *expected, **options))
+        return build
+
+    return add
+
+
+@broken(FIRST, "IIIb", ".detach()", "predicted = ", "without .detach")
 def detach_in_the_loss():
     def loss(model, batch):
         predicted = model(batch[0]).detach()
@@ -69,6 +97,13 @@ def detach_in_the_loss():
     return loop(loss)
 
 
+@broken(
+    "model.0.body.0.weight",
+    "IIIb",
+    ".detach()",
+    "in model.0: return self.head(self.body(x).detach())",
+    "without .detach()",
+)
 def detach_in_the_model():
     class Cut(Parted):
         def forward(self, x):
@@ -77,6 +112,7 @@ def detach_in_the_model():
     return loop(model=nn.Sequential(Cut()))
 
 
+@broken(FIRST, "IIIb", ".detach()", "penalty = sum(p.detach()", "without .detach()", reached=True)
 def detach_on_the_parameters():
     def loss(model, batch):
         penalty = sum(p.detach().square().sum() for p in model.parameters())
@@ -85,6 +121,7 @@ def detach_on_the_parameters():
     return loop(loss)
 
 
+@broken("model.weight", "IIIb", ".data", "model.weight.data", "without .data")
 def data_of_a_parameter():
     def loss(model, batch):
         return F.mse_loss(F.linear(batch[0], model.weight.data, model.bias), batch[1])
@@ -92,6 +129,7 @@ def data_of_a_parameter():
     return loop(loss, nn.Linear(2, 1))
 
 
+@broken(FIRST, "II", ".detach()", "g.detach() for name", "without .detach()", reached=True)
 def detach_in_the_grad_transform():
     def constant(grads):
         return {name: g.detach() for name, g in grads.items()}
@@ -99,6 +137,7 @@ def detach_in_the_grad_transform():
     return loop(grad_transform=constant)
 
 
+@broken("settings.lr", "IIIa", ".detach()", "raw.detach().exp()", "without")
 def detach_in_a_transform():
     pair = (lambda raw: raw.detach().exp(), torch.log)
     return loop(learn={"init": True, "lr": il.Learn(transform=pair)})
@@ -113,6 +152,7 @@ class Weighted(nn.Module):
         return self.scale * squares(model, batch)
 
 
+@broken("loss.scale", "IIIb", ".item()", "in loss: return self", "tensor")
 def item_in_the_loss():
     class Number(Weighted):
         def forward(self, model, batch):
@@ -121,6 +161,7 @@ def item_in_the_loss():
     return loop(Number(), val_loss=squares)
 
 
+@broken("loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor")
 def float_in_the_loss():
     class Number(Weighted):
         def forward(self, model, batch):
@@ -130,6 +171,7 @@ def float_in_the_loss():
     return loop(Number(), val_loss=squares)
 
 
+@broken(FIRST, "IIIb", ".item()", ").item()", "the tensor itself")
 def item_of_the_loss():
     def loss(model, batch):
         return squares(model, batch).item()
@@ -137,6 +179,13 @@ def item_of_the_loss():
     return loop(loss)
 
 
+@broken(
+    "optimizer.rate",
+    "IIIa",
+    ".item()",
+    "in optimizer: rate = self.rate.exp().item()",
+    "the tensor itself",
+)
 def item_in_a_learned_optimizer():
     class Rate(nn.Module):
         def __init__(self):
@@ -153,6 +202,8 @@ def item_in_a_learned_optimizer():
     return il.InnerLoop(mlp(), Rate(), squares), *data()
 
 
+@broken("model.weight", "I", "argmax", "predicted = ", "cross_entropy")
+@broken("settings.lr", "I", "argmax", "predicted = ", "cross_entropy")
 def argmax_metric():
     def accuracy(model, batch):
         predicted = model(batch[0]).argmax(-1)
@@ -166,6 +217,7 @@ def argmax_metric():
     return inner, train, val
 
 
+@broken(FIRST, "I", "comparison >", "(model(batch[0]) > 0)", "sigmoid")
 def compared_metric():
     def accuracy(model, batch):
         return ((model(batch[0]) > 0) == (batch[1] > 0)).double().mean()
@@ -173,6 +225,13 @@ def compared_metric():
     return loop(val_loss=accuracy)
 
 
+@broken(
+    "model.body.0.weight",
+    "IIIb",
+    "no_grad",
+    "in model: features = self.body(x)",
+    "outside of the block",
+)
 def no_grad_block():
     class Frozen(Parted):
         def forward(self, x):
@@ -183,6 +242,7 @@ def no_grad_block():
     return loop(model=Frozen())
 
 
+@broken(FIRST, "IIIb", "no_grad", "mse_loss(model(", "outside of the block")
 def no_grad_loss():
     @torch.no_grad()
     def loss(model, batch):
@@ -191,6 +251,7 @@ def no_grad_loss():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "inference_mode", "hidden = model[0]", "outside of the block")
 def inference_block():
     def loss(model, batch):
         with torch.inference_mode():
@@ -200,6 +261,7 @@ def inference_block():
     return loop(loss)
 
 
+@broken("loss.spare", "IIIb", "The loss never uses", "", "remove it")
 def unused_in_the_loss():
     class Spare(Weighted):
         def __init__(self):
@@ -209,6 +271,7 @@ def unused_in_the_loss():
     return loop(Spare(), val_loss=squares)
 
 
+@broken("model.spare.weight", "IIIb", "The model never uses", "", "remove it")
 def unused_in_the_model():
     class Spare(Parted):
         def __init__(self):
@@ -218,6 +281,7 @@ def unused_in_the_model():
     return loop(model=Spare())
 
 
+@broken(FIRST, "IIIb", "cdist", "torch.cdist(", "x[:, None]")
 def no_second_derivative():
     def loss(model, batch):
         return torch.cdist(model(batch[0]), batch[1]).mean()
@@ -237,6 +301,7 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
+@broken(FIRST, "IIIb", "Squared", "Squared.apply", "composed of differ")
 def differentiable_once():
     def loss(model, batch):
         return Squared.apply(model(batch[0]) - batch[1]).mean()
@@ -244,6 +309,13 @@ def differentiable_once():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "wrote in place to the weight '0.weight'. clamp_ writes in place",
+    "model[0].weight.clamp_(",
+    "a new tensor",
+)
 def clamp_in_place():
     def loss(model, batch):
         with torch.no_grad():
@@ -253,6 +325,7 @@ def clamp_in_place():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "mul_ writes in place", "p.data.mul_(0.9)", "a new tensor", reached=True)
 def decay_in_place():
     def loss(model, batch):
         for p in model.parameters():
@@ -262,6 +335,7 @@ def decay_in_place():
     return loop(loss)
 
 
+@broken(FIRST, "", "in place", "hidden.add_(1)", "x = x + y and not x += y")
 def overwritten():
     def loss(model, batch):
         hidden = torch.exp(model(batch[0]))
@@ -271,6 +345,13 @@ def overwritten():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "wrote in place to the weight '0.weight'. copy_ writes in place",
+    "model.load_state_dict",
+    "a new tensor",
+)
 def loaded_in_the_loss():
     def loss(model, batch):
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
@@ -279,6 +360,7 @@ def loaded_in_the_loss():
     return loop(loss)
 
 
+@broken(FIRST, "", "in place", "batch[0].mul_(0.5)", "x = x + y")
 def batch_in_place():
     def loss(model, batch):
         batch[0].mul_(0.5)
@@ -288,6 +370,13 @@ def batch_in_place():
     return inner, [train[0]] * STEPS, val
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "The gradient is zero. Part of the loss is computed in half precision",
+    ".half()",
+    "float32",
+)
 def half_that_underflows():
     def loss(model, batch):
         predicted = 1e-4 * model(batch[0].float()).half()
@@ -296,6 +385,7 @@ def half_that_underflows():
     return loop(loss, mlp().float())
 
 
+@broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
 def half_that_overflows():
     def loss(model, batch):
         predicted = model(batch[0].float()).half()
@@ -304,6 +394,7 @@ def half_that_overflows():
     return loop(loss, mlp().float(), lr=1e-9)
 
 
+@broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
 def half_that_overflows_in_the_gradient():
     def measure(model, batch):
         predicted = model(batch[0].float()).half()
@@ -315,6 +406,7 @@ def half_that_overflows_in_the_gradient():
     return loop(plain, mlp().float(), val_loss=measure)
 
 
+@broken("model.2.weight", "IIIb", "The gradient is not finite", "", "sqrt")
 def root_at_zero():
     def measure(model, batch):
         return (0 * model[2].weight).square().sum().sqrt() + squares(model, batch)
@@ -322,6 +414,7 @@ def root_at_zero():
     return loop(val_loss=measure)
 
 
+@broken(FIRST, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack")
 def copied():
     def loss(model, batch):
         return torch.tensor(squares(model, batch))
@@ -329,6 +422,7 @@ def copied():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack")
 def listed():
     def loss(model, batch):
         terms = [(p - q).square().mean() for p, q in zip(model(batch[0]), batch[1], strict=True)]
@@ -337,6 +431,7 @@ def listed():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "A new parameter", "model[2](hidden)", "without nn.Parameter")
 def new_parameter():
     def loss(model, batch):
         hidden = nn.Parameter(model[0](batch[0]))
@@ -345,6 +440,7 @@ def new_parameter():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", ".detach()", ".numpy()", "without .detach()")
 def through_numpy():
     def loss(model, batch):
         hidden = numpy.tanh(model[0](batch[0]).detach().numpy())
@@ -353,6 +449,14 @@ def through_numpy():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "torch.autograd.grad",
+    "slope = torch.autograd.grad(",
+    "create_graph=True",
+    reached=True,
+)
 def penalty_without_graph():
     def loss(model, batch):
         x = batch[0].clone().requires_grad_()
@@ -363,6 +467,7 @@ def penalty_without_graph():
     return loop(loss)
 
 
+@broken("loss.scale", "IIIb", "round", "in loss: return", "without round")
 def rounded():
     class Rounded(Weighted):
         def forward(self, model, batch):
@@ -371,6 +476,7 @@ def rounded():
     return loop(Rounded(), val_loss=squares)
 
 
+@broken(FIRST, "IIIb", "model from outside", "model(batch[0])", "argum")
 def outside_in_the_loss():
     model = mlp()
 
@@ -380,6 +486,7 @@ def outside_in_the_loss():
     return loop(loss, model)
 
 
+@broken("settings.lr", "I", "from outside", "model(batch[0])", "argument")
 def outside_in_the_val_loss():
     model = mlp()
 
@@ -389,6 +496,7 @@ def outside_in_the_val_loss():
     return loop(squares, model, val_loss=measure)
 
 
+@broken("loss.scale", "IIIb", "first_order=True", "", "first_order=False")
 def first_order_learned_loss():
     return loop(Weighted(), val_loss=squares, first_order=True)
 
@@ -404,6 +512,14 @@ class Twice(torch.autograd.Function):
         return grad
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "Finite differences differ",
+    "",
+    "backward of the autograd.Function Twice",
+    reached=True,
+)
 def wrong_backward():
     def loss(model, batch):
         return F.mse_loss(Twice.apply(model(batch[0])), batch[1])
@@ -411,6 +527,7 @@ def wrong_backward():
     return loop(loss)
 
 
+@broken(FIRST, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error")
 def crash():
     def loss(model, batch):
         return F.mse_loss(model(batch[0].T), batch[1])
@@ -418,196 +535,15 @@ def crash():
     return loop(loss)
 
 
+@broken(FIRST, "", "Truncated(k=1", "", "Truncated(2), another")
 def truncated_before_the_start():
     return loop(backward=il.Truncated(1))
 
 
+@broken(FIRST, "", "You gave a Tensor as the batches", "", "[batch] * 5")
 def no_batches():
     inner, train, val = loop()
     return inner, train[0][0], val
-
-
-class Broken(NamedTuple):
-    """What a report must say of one meta-parameter."""
-
-    build: object
-    row: str
-    requirement: str
-    says: str
-    """A part of the problem, or of the error: the operation."""
-    where: str
-    """A part of the place: the line's code, or the module."""
-    write: str
-    reached: bool = False
-    """Whether a gradient arrives all the same, but a wrong one."""
-
-
-ALL_WEIGHTS = "model.0.weight"
-BROKEN = [
-    Broken(detach_in_the_loss, ALL_WEIGHTS, "IIIb", ".detach()", "predicted = ", "without .detach"),
-    Broken(
-        detach_in_the_model,
-        "model.0.body.0.weight",
-        "IIIb",
-        ".detach()",
-        "in model.0: return self.head(self.body(x).detach())",
-        "without .detach()",
-    ),
-    Broken(
-        detach_on_the_parameters,
-        ALL_WEIGHTS,
-        "IIIb",
-        ".detach()",
-        "penalty = sum(p.detach()",
-        "without .detach()",
-        reached=True,
-    ),
-    Broken(
-        data_of_a_parameter, "model.weight", "IIIb", ".data", "model.weight.data", "without .data"
-    ),
-    Broken(
-        detach_in_the_grad_transform,
-        ALL_WEIGHTS,
-        "II",
-        ".detach()",
-        "g.detach() for name",
-        "without .detach()",
-        reached=True,
-    ),
-    Broken(
-        detach_in_a_transform, "settings.lr", "IIIa", ".detach()", "raw.detach().exp()", "without"
-    ),
-    Broken(item_in_the_loss, "loss.scale", "IIIb", ".item()", "in loss: return self", "tensor"),
-    Broken(float_in_the_loss, "loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor"),
-    Broken(item_of_the_loss, ALL_WEIGHTS, "IIIb", ".item()", ").item()", "the tensor itself"),
-    Broken(
-        item_in_a_learned_optimizer,
-        "optimizer.rate",
-        "IIIa",
-        ".item()",
-        "in optimizer: rate = self.rate.exp().item()",
-        "the tensor itself",
-    ),
-    Broken(argmax_metric, "model.weight", "I", "argmax", "predicted = ", "cross_entropy"),
-    Broken(argmax_metric, "settings.lr", "I", "argmax", "predicted = ", "cross_entropy"),
-    Broken(compared_metric, ALL_WEIGHTS, "I", "comparison >", "(model(batch[0]) > 0)", "sigmoid"),
-    Broken(
-        no_grad_block,
-        "model.body.0.weight",
-        "IIIb",
-        "no_grad",
-        "in model: features = self.body(x)",
-        "outside of the block",
-    ),
-    Broken(no_grad_loss, ALL_WEIGHTS, "IIIb", "no_grad", "mse_loss(model(", "outside of the block"),
-    Broken(
-        inference_block,
-        ALL_WEIGHTS,
-        "IIIb",
-        "inference_mode",
-        "hidden = model[0]",
-        "outside of the block",
-    ),
-    Broken(unused_in_the_loss, "loss.spare", "IIIb", "The loss never uses", "", "remove it"),
-    Broken(
-        unused_in_the_model, "model.spare.weight", "IIIb", "The model never uses", "", "remove it"
-    ),
-    Broken(no_second_derivative, ALL_WEIGHTS, "IIIb", "cdist", "torch.cdist(", "x[:, None]"),
-    Broken(
-        differentiable_once, ALL_WEIGHTS, "IIIb", "Squared", "Squared.apply", "composed of differ"
-    ),
-    Broken(
-        clamp_in_place,
-        ALL_WEIGHTS,
-        "IIIb",
-        "wrote in place to the weight '0.weight'. clamp_ writes in place",
-        "model[0].weight.clamp_(",
-        "a new tensor",
-    ),
-    Broken(
-        decay_in_place,
-        ALL_WEIGHTS,
-        "IIIb",
-        "mul_ writes in place",
-        "p.data.mul_(0.9)",
-        "a new tensor",
-        reached=True,
-    ),
-    Broken(overwritten, ALL_WEIGHTS, "", "in place", "hidden.add_(1)", "x = x + y and not x += y"),
-    Broken(
-        loaded_in_the_loss,
-        ALL_WEIGHTS,
-        "IIIb",
-        "wrote in place to the weight '0.weight'. copy_ writes in place",
-        "model.load_state_dict",
-        "a new tensor",
-    ),
-    Broken(batch_in_place, ALL_WEIGHTS, "", "in place", "batch[0].mul_(0.5)", "x = x + y"),
-    Broken(
-        half_that_underflows,
-        ALL_WEIGHTS,
-        "IIIb",
-        "The gradient is zero. Part of the loss is computed in half precision",
-        ".half()",
-        "float32",
-    ),
-    Broken(
-        half_that_overflows, ALL_WEIGHTS, "IIIb", "computed in half precision", ".half()", "float32"
-    ),
-    Broken(
-        half_that_overflows_in_the_gradient,
-        ALL_WEIGHTS,
-        "IIIb",
-        "computed in half precision",
-        ".half()",
-        "float32",
-    ),
-    Broken(root_at_zero, "model.2.weight", "IIIb", "The gradient is not finite", "", "sqrt"),
-    Broken(copied, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack"),
-    Broken(listed, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack"),
-    Broken(
-        new_parameter,
-        ALL_WEIGHTS,
-        "IIIb",
-        "A new parameter",
-        "model[2](hidden)",
-        "without nn.Parameter",
-    ),
-    Broken(through_numpy, ALL_WEIGHTS, "IIIb", ".detach()", ".numpy()", "without .detach()"),
-    Broken(
-        penalty_without_graph,
-        ALL_WEIGHTS,
-        "IIIb",
-        "torch.autograd.grad",
-        "slope = torch.autograd.grad(",
-        "create_graph=True",
-        reached=True,
-    ),
-    Broken(rounded, "loss.scale", "IIIb", "round", "in loss: return", "without round"),
-    Broken(
-        outside_in_the_loss, ALL_WEIGHTS, "IIIb", "model from outside", "model(batch[0])", "argum"
-    ),
-    Broken(
-        outside_in_the_val_loss, "settings.lr", "I", "from outside", "model(batch[0])", "argument"
-    ),
-    Broken(
-        first_order_learned_loss, "loss.scale", "IIIb", "first_order=True", "", "first_order=False"
-    ),
-    Broken(
-        wrong_backward,
-        ALL_WEIGHTS,
-        "IIIb",
-        "Finite differences differ",
-        "",
-        "backward of the autograd.Function Twice",
-        reached=True,
-    ),
-    Broken(crash, ALL_WEIGHTS, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error"),
-    Broken(
-        truncated_before_the_start, ALL_WEIGHTS, "", "Truncated(k=1", "", "Truncated(2), another"
-    ),
-    Broken(no_batches, ALL_WEIGHTS, "", "You gave a Tensor as the batches", "", "[batch] * 5"),
-]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.build.__name__}-{case.row}")
