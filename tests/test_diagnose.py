@@ -656,6 +656,12 @@ def test_values_only_logged_are_no_finding():
     assert not report.findings
 
 
+def test_momentum_that_starts_at_zero_is_reached():
+    row = diagnose(*loop(learn=("lr", "momentum")))["settings.momentum"]
+    assert row.reached
+    assert row.difference.verdict == "agrees"
+
+
 def test_first_order_reaches_the_start_and_says_that_it_is_approximate():
     report = diagnose(*loop(first_order=True))
     row = report["model.0.weight"]

@@ -131,8 +131,7 @@ def error_finding(failure: Failure, calls: Sequence[Call]) -> Finding:
     where = _failing_calls(failure, calls)
     if not where and failure.place is not None:
         where = (str(failure.place),)
-    at = "" if failure.step is None else f" (in inner step {failure.step})"
-    message = f"{failure.kind}{at}: {failure.message}"
+    message = f"{failure.kind}: {failure.message}"
     return _finding("broken", advice.error(failure), where)._replace(message=message)
 
 
@@ -157,9 +156,6 @@ def _failed(seen: Evidence, row: Row) -> Verdict:
     finding = error_finding(failure, seen.step.calls)
     named = re.search(r"Requirement (I+[ab]?)\)", failure.message)
     requirement = "" if named is None else named[1]
-    if "NaN" in failure.message and seen.half_places:
-        found = _half_finding(seen, finding.problem)
-        return found._replace(message=finding.message), "IIIb"
     cuts = _failing_cuts(seen, failure, row)
     if not cuts:
         return finding, requirement

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from innerloop import _tree
 from innerloop.backward import Remat, Tape
 from innerloop.backward.auto import Forecast, forecast
-from innerloop.diagnose.tracer import Place, Tracer, failing_place, graph_nodes, paths_in_modules
+from innerloop.diagnose.tracer import Place, Tracer, failing_place, paths_in_modules
+from innerloop.guard.graph import nodes
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
 from innerloop.step.state import Meta, State
@@ -43,7 +43,6 @@ class Failure(NamedTuple):
     kind: str
     message: str
     place: Place | None
-    step: int | None
 
 
 class StepNorms(NamedTuple):
@@ -89,7 +88,7 @@ class Runs:
         self.steps = 0
         # A call of the loop refuses anything else, and says why.
         if isinstance(train, Iterable) and not isinstance(train, Tensor | str | bytes | dict):
-            batches = train if hasattr(train, "__getitem__") else list(train)
+            batches: Any = train if hasattr(train, "__getitem__") else list(train)
             self.batches, self.steps = batches, len(batches)
             if tasks:
                 first = [batches[j] for j in range(self.steps)]
@@ -101,11 +100,8 @@ class Runs:
         try:
             return run(), None
         except Exception as error:
-            notes = " ".join(getattr(error, "__notes__", ()))
-            step = re.search(r"in inner step (\d+)", notes)
             place = failing_place(traceback.walk_tb(error.__traceback__))
-            at = None if step is None else int(step[1])
-            return None, Failure(type(error).__name__, str(error), place, at)
+            return None, Failure(type(error).__name__, str(error), place)
         finally:
             self.changed |= self.restore()
 
@@ -321,7 +317,7 @@ def _end_loss(*given: Any) -> None:
 
 def custom_functions(results: Sequence[Tensor]) -> list[str]:
     """The names of the user's own autograd.Functions."""
-    kinds = {type(node) for node in graph_nodes(results)}
+    kinds = {type(node) for node in nodes([t.grad_fn for t in results])[0]}
     found = [kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")]
     return sorted(c.__name__ for c in found if not c.__module__.startswith("innerloop"))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from innerloop import _tree
+from innerloop.guard.graph import nodes
 
 _NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"}
 _COPIES = {"tensor", "new_tensor", "from_numpy"}
@@ -272,7 +273,7 @@ class Tracer(TorchFunctionMode):
     def _sources(self, tensors: list[Tensor]) -> frozenset[str]:
         """The names of the leaves that tensors were computed from."""
         found = {self._names[id(t)] for t in tensors if id(t) in self._names}
-        for node in graph_nodes(tensors):
+        for node in nodes([t.grad_fn for t in tensors])[0]:
             name = self._names.get(id(getattr(node, "variable", None)))
             if name is not None:
                 found.add(name)
@@ -350,18 +351,6 @@ def _cut_kind(op: str, output: Tensor) -> str | None:
     if op == "grad":
         return "grad"
     return "other" if output.is_floating_point() or output.is_complex() else "discrete"
-
-
-def graph_nodes(tensors: Iterable[Tensor]) -> set[Any]:
-    """The nodes of the autograd graph behind some tensors."""
-    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen: set[Any] = set(stack)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return seen
 
 
 def _is_in_place(op: str) -> bool:
