@@ -9,10 +9,11 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-eager bench-memory docs format clean
+.PHONY: help demo test bench bench-eager bench-memory docs format clean \
+	long-runs long-runs-status long-runs-pause long-runs-resume long-runs-stop
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## the README's example, then few-shot learning: pictures in out/demo (two minutes)
 	rm -rf out/demo
@@ -34,6 +35,23 @@ bench-eager: ## time innerloop_ctx against higher (some minutes)
 
 bench-memory: ## memory and time over inner steps, against higher (an hour or two)
 	$(PYTHON) benchmarks/memory.py
+
+# They go on without this terminal, in a folder of their own: make long-runs LONG_RUNS=~/elsewhere
+export LONG_RUNS
+long-runs: $(VENV)/demo.stamp ## start or continue the queue of long runs, in the background
+	$(BIN)/python benchmarks/long_runs.py start
+
+long-runs-status: $(VENV)/demo.stamp ## what each long run has reached; writes it to benchmarks/results
+	@$(BIN)/python benchmarks/long_runs.py status
+
+long-runs-pause: $(VENV)/demo.stamp ## suspend them, while something is timed
+	@$(BIN)/python benchmarks/long_runs.py pause
+
+long-runs-resume: $(VENV)/demo.stamp ## let them go on
+	@$(BIN)/python benchmarks/long_runs.py resume
+
+long-runs-stop: $(VENV)/demo.stamp ## end them after a checkpoint; make long-runs continues
+	@$(BIN)/python benchmarks/long_runs.py stop
 
 docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
