@@ -8,7 +8,8 @@
 
 The queue is one process, leader of a session and of a process group of its own; the runs are its
 children, one for each core. They use the sources of a clone at the plan's tag, in the folder that
-LONG_RUNS names (`~/innerloop-long-runs`), with the packages of the Python that starts the queue.
+LONG_RUNS names (`~/innerloop-long-runs`), with the packages of the environment `venv` in that
+folder, or without one those of the Python that starts the queue.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class Child:
         log.parent.mkdir(exist_ok=True)
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                command(folder, run, sys.executable, data_folder()),
+                command(folder, run, data_folder()),
                 cwd=folder.root,
                 env=os.environ | _ENVIRONMENT | {"PYTHONPATH": str(source)},
                 stdout=output,

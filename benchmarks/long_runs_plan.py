@@ -7,6 +7,7 @@ The folder is outside the work tree, so that edits there do not disturb a run:
 
     plan.toml       the plan as it was last started
     queue.lock      locked while the queue or one of its runs is alive; holds the queue's process id
+    venv/           optional: an environment of the runs' own
     source/TAG/     a clone of the repository at the tag
     runs/NAME/      the folder of a run, as `innerloop maml --out` writes it
     notes/NAME.json the queue's notes on a run: tag, process id, processor seconds, exit code
@@ -18,11 +19,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-STOPPED = 130
-"""Exit code of a run that was asked to stop."""
+_STOPPED = 130  # exit code of a run that was asked to stop
 _COLUMN = {"dataset": str, "way": int, "shot": int, "model": str, "inner_optim": str, "seed": int}
 _RUN = {"priority": int, "budget": float, "column": dict}
 
@@ -68,7 +69,7 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """Reads and checks a plan."""
-    import tomllib  # Python 3.11; only these commands need it
+    import tomllib  # pyright: ignore[reportMissingImports]  # Python 3.11, which only this needs
 
     try:
         found = tomllib.loads(path.read_text())
@@ -137,6 +138,12 @@ class Folder:
     def lock(self) -> Path:
         return self.root / "queue.lock"
 
+    @property
+    def python(self) -> str:
+        """The environment of the runs: their own where there is one, or else that of the caller."""
+        own = self.root / "venv/bin/python"
+        return str(own) if own.exists() else sys.executable
+
     def source(self, tag: str) -> Path:
         return self.root / "source" / tag
 
@@ -169,10 +176,10 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def command(folder: Folder, run: Planned, python: str, data: Path) -> list[str]:
+def command(folder: Folder, run: Planned, data: Path) -> list[str]:
     """Command line that starts a run, or continues it with the settings it was started with."""
     where = folder.run(run.name)
-    begin = [python, "-m", "innerloop", "maml"]
+    begin = [folder.python, "-m", "innerloop", "maml"]
     if (where / "config.json").exists():
         return [*begin, "--resume", str(where), "--data", str(data)]
     return [*begin, *run.arguments, "--data", str(data), "--out", str(where)]
@@ -221,4 +228,6 @@ def _state(result: Any, notes: dict[str, Any], queue: str) -> str:
 
 
 def _failed(notes: dict[str, Any]) -> bool:
-    return notes.get("exit") not in (None, 0, STOPPED)
+    """Whether the run ended with an error of its own. One that a signal killed can go on."""
+    code = notes.get("exit") or 0
+    return code > 0 and code != _STOPPED
