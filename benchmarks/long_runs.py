@@ -104,7 +104,7 @@ def start(folder: Folder, cores: int) -> None:
         handle = take_lock(folder)
     if handle is None:
         os.killpg(_group(folder), signal.SIGCONT)
-        print("The queue is running. It reads the plan again when a run ends.")
+        print("The queue is running. It takes new runs of the plan when a core is free.")
         return
     words = [sys.executable, __file__, "work", "--cores", str(cores), "--lock", str(handle)]
     with (folder.root / "queue.log").open("a") as log:
