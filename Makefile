@@ -4,6 +4,7 @@ TORCH ?= 2.13.0
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+export LONG_RUNS ?= $(HOME)/innerloop-long-runs
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -36,22 +37,20 @@ bench-eager: ## time innerloop_ctx against higher (some minutes)
 bench-memory: ## memory and time over inner steps, against higher (an hour or two)
 	$(PYTHON) benchmarks/memory.py
 
-# They go on without this terminal, in a folder of their own: make long-runs LONG_RUNS=~/elsewhere
-export LONG_RUNS
-long-runs: $(VENV)/demo.stamp ## start or continue the queue of long runs, in the background
-	$(BIN)/python benchmarks/long_runs.py start
+long-runs: $(LONG_RUNS)/venv.stamp ## start or continue the queue of long runs, in the background
+	$(PYTHON) benchmarks/long_runs.py start
 
-long-runs-status: $(VENV)/demo.stamp ## what each long run has reached; writes it to benchmarks/results
-	@$(BIN)/python benchmarks/long_runs.py status
+long-runs-status: ## what each long run has reached; writes it to benchmarks/results
+	@$(PYTHON) benchmarks/long_runs.py status
 
-long-runs-pause: $(VENV)/demo.stamp ## suspend them, while something is timed
-	@$(BIN)/python benchmarks/long_runs.py pause
+long-runs-pause: ## suspend them, while something is timed
+	@$(PYTHON) benchmarks/long_runs.py pause
 
-long-runs-resume: $(VENV)/demo.stamp ## let them go on
-	@$(BIN)/python benchmarks/long_runs.py resume
+long-runs-resume: ## let them go on
+	@$(PYTHON) benchmarks/long_runs.py resume
 
-long-runs-stop: $(VENV)/demo.stamp ## end them after a checkpoint; make long-runs continues
-	@$(BIN)/python benchmarks/long_runs.py stop
+long-runs-stop: ## end them after a checkpoint; make long-runs continues
+	@$(PYTHON) benchmarks/long_runs.py stop
 
 docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -84,4 +83,12 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# An environment of the long runs' own: they go on with the same torch while .venv changes.
+# innerloop itself comes from their clone; what is installed here are its dependencies.
+$(LONG_RUNS)/venv.stamp:
+	$(PYTHON) -m venv --clear $(LONG_RUNS)/venv
+	$(LONG_RUNS)/venv/bin/python -m pip install --disable-pip-version-check torch==$(TORCH)
+	$(LONG_RUNS)/venv/bin/python -m pip install --disable-pip-version-check '.[experiments]'
 	@touch $@

@@ -8,8 +8,7 @@
 
 The queue is one process, leader of a session and of a process group of its own; the runs are its
 children, one for each core. They use the sources of a clone at the plan's tag, in the folder that
-LONG_RUNS names (`~/innerloop-long-runs`), with the packages of the environment `venv` in that
-folder, or without one those of the Python that starts the queue.
+LONG_RUNS names (`~/innerloop-long-runs`), and the environment `venv` there.
 """
 
 from __future__ import annotations
@@ -93,6 +92,11 @@ def _stat(pid: int) -> list[str] | None:
 def start(folder: Folder, cores: int) -> None:
     plan = read_plan(PLAN)
     data = data_folder()
+    if not folder.python.exists():
+        raise PlanError(
+            f"The environment of the runs, {folder.root / 'venv'}, is missing. Runs need one that "
+            "does not change with the work tree. Write: make long-runs"
+        )
     make_clone(folder, plan.tag)
     aside = folder.plan.with_suffix(".new")
     shutil.copyfile(PLAN, aside)

@@ -7,7 +7,7 @@ The folder is outside the work tree, so that edits there do not disturb a run:
 
     plan.toml       the plan as it was last started
     queue.lock      locked while the queue or one of its runs is alive; holds the queue's process id
-    venv/           optional: an environment of the runs' own
+    venv/           the environment of the runs, which `make long-runs` makes
     source/TAG/     a clone of the repository at the tag
     runs/NAME/      the folder of a run, as `innerloop maml --out` writes it
     notes/NAME.json the queue's notes on a run: tag, process id, processor seconds, exit code
@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +138,8 @@ class Folder:
         return self.root / "queue.lock"
 
     @property
-    def python(self) -> str:
-        """The environment of the runs: their own where there is one, or else that of the caller."""
-        own = self.root / "venv/bin/python"
-        return str(own) if own.exists() else sys.executable
+    def python(self) -> Path:
+        return self.root / "venv/bin/python"
 
     def source(self, tag: str) -> Path:
         return self.root / "source" / tag
@@ -179,7 +176,7 @@ def _read_json(path: Path) -> Any:
 def command(folder: Folder, run: Planned, data: Path) -> list[str]:
     """Command line that starts a run, or continues it with the settings it was started with."""
     where = folder.run(run.name)
-    begin = [folder.python, "-m", "innerloop", "maml"]
+    begin = [str(folder.python), "-m", "innerloop", "maml"]
     if (where / "config.json").exists():
         return [*begin, "--resume", str(where), "--data", str(data)]
     return [*begin, *run.arguments, "--data", str(data), "--out", str(where)]
