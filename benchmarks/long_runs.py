@@ -26,7 +26,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from long_runs_plan import Folder, Plan, PlanError, Planned, command, reached, read_plan, write_json
+from long_runs_plan import (
+    Folder,
+    Plan,
+    PlanError,
+    Planned,
+    command,
+    reached,
+    read_plan,
+    replace_file,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PLAN = REPOSITORY / "benchmarks/long_runs.toml"
@@ -227,7 +236,9 @@ def collect(entries: list[dict[str, Any]]) -> None:
         return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     own = {entry["name"] for entry in entries}
-    write_json(RESULTS, [entry for entry in known if entry["name"] not in own] + entries)
+    others = [entry for entry in known if entry["name"] not in own]
+    lines = [json.dumps(entry) for entry in others + entries]
+    replace_file(RESULTS, "[\n" + ",\n".join(lines) + "\n]\n")  # a line for each run
 
 
 # --- the queue's process ----------------------------------------------------------------------

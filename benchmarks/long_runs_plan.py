@@ -19,11 +19,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 _STOPPED = 130  # exit code of a run that was asked to stop
 _COLUMN = {"dataset": str, "way": int, "shot": int, "model": str, "inner_optim": str, "seed": int}
+_PLACES = ("data", "out", "keep", "device")  # settings that say nothing about the result
 _RUN = {"priority": int, "budget": float, "column": dict}
 
 
@@ -155,17 +157,17 @@ class Folder:
         return _read_json(self._notes(name)) or {}
 
     def write_notes(self, name: str, notes: dict[str, Any]) -> None:
-        write_json(self._notes(name), notes)
+        replace_file(self._notes(name), json.dumps(notes) + "\n")
 
     def _notes(self, name: str) -> Path:
         return self.root / "notes" / f"{name}.json"
 
 
-def write_json(path: Path, value: Any) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replaces a file in one step, so that a reader never sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.write_text(text)
     os.replace(aside, path)
 
 
@@ -196,6 +198,7 @@ def reached(folder: Folder, run: Planned, queue: str) -> dict[str, Any] | None:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     records = [json.loads(line) for line in lines]
     curve = [[r["iteration"] * config["tasks"], round(r["val_accuracy"], 4)] for r in records]
+    updates = _updates(folder.log(run.name), records, config["iterations"])
     result = _read_json(where / "result.json")
     found = {
         "name": run.name,
@@ -204,16 +207,21 @@ def reached(folder: Folder, run: Planned, queue: str) -> dict[str, Any] | None:
         "tag": notes.get("tag"),
         "core_hours": round(notes.get("cpu_seconds", 0) / 3600, 2),
         "budget": run.budget,
-        "tasks_seen": curve[-1][0] if curve else 0,
+        "tasks_seen": updates * config["tasks"],
         "tasks_planned": config["iterations"] * config["tasks"],
         "val_accuracy": max((accuracy for _, accuracy in curve), default=None),
-        "settings": {key: config[key] for key in ("filters", "steps", "tasks", "query")},
-        "flags": run.flags,
+        "settings": {key: config[key] for key in config if key not in (*_COLUMN, *_PLACES)},
         "curve": curve,
     }
     if result is not None:
         found |= {key: result[key] for key in ("accuracy", "interval", "test_tasks")}
     return found
+
+
+def _updates(log: Path, records: list[dict[str, Any]], total: int) -> int:
+    """Updates so far, by the last validation or by the progress bar, which is up to date."""
+    shown = re.findall(rf"(\d+)/{total} \[", log.read_text()) if log.exists() else []
+    return max([0, *(record["iteration"] for record in records[-1:]), *map(int, shown[-1:])])
 
 
 def _state(result: Any, notes: dict[str, Any], queue: str) -> str:

@@ -44,7 +44,8 @@ def queue(plans, monkeypatch, tmp_path):
 def write_run(folder, name, *, accuracies=(), result=None, notes=None):
     where = folder.run(name)
     where.mkdir(parents=True)
-    (where / "config.json").write_text(json.dumps(CONFIG))
+    places = {"data": "/data", "out": str(where)}
+    (where / "config.json").write_text(json.dumps(CONFIG | places))
     records = [
         {"iteration": 5 * number, "val_accuracy": accuracy}
         for number, accuracy in enumerate(accuracies, start=1)
@@ -109,8 +110,10 @@ def test_status_prints_and_keeps_what_was_reached(queue, plans, tmp_path, capsys
     notes = {"tag": "v1", "cpu_seconds": 5400}
     write_run(folder, FIRST, accuracies=(0.5, 0.75), result=done, notes=notes)
     write_run(folder, SECOND, accuracies=(0.6,), notes={"exit": 2, "pid": None})
+    folder.log(SECOND).parent.mkdir()
+    folder.log(SECOND).write_text("| 2/10 [00:05<00:02, 1.2 updates/s]\r| 7/10 [00:05<00:02]")
     other = {"name": "on another machine", "accuracy": 0.9}
-    plans.write_json(queue.RESULTS, [other, {"name": FIRST, "state": "running"}])
+    plans.replace_file(queue.RESULTS, json.dumps([other, {"name": FIRST, "state": "running"}]))
 
     queue.status(folder)
 
@@ -118,12 +121,15 @@ def test_status_prints_and_keeps_what_was_reached(queue, plans, tmp_path, capsys
     assert head == f"Queue in {tmp_path}: stopped."
     assert rows == [
         f"{FIRST} done 40 40 75.00 % 87.50 ± 1.25 % 1.50 0.5",
-        f"{SECOND} failed 20 40 60.00 % 0.00 0.5",
+        f"{SECOND} failed 28 40 60.00 % 0.00 0.5",
         f"{THIRD} waiting 0.5",
     ]
     kept, first, second = json.loads(queue.RESULTS.read_text())
     assert kept == other
     assert first["accuracy"] == 0.875 and first["curve"] == [[20, 0.5], [40, 0.75]]
+    assert first["settings"] == {
+        key: CONFIG[key] for key in ("tasks", "iterations", "filters", "steps", "query")
+    }
     assert second["name"] == SECOND and "accuracy" not in second
 
 
