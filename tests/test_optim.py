@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, functional, optim
-from innerloop.optim._blocks import unpacked
+from innerloop.optim.blocks import unpacked
 from optimizers import FLAGS, ROWS, Row, build
 
 EXACT = 1e-12

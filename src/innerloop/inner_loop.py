@@ -33,8 +33,8 @@ from innerloop.guard.closures import reaches
 from innerloop.guard.watch import asked
 from innerloop.modules.functional import Template, functional
 from innerloop.optim import Rule, from_torch
-from innerloop.optim._blocks import plain_settings, write_settings
-from innerloop.optim._settings import merged
+from innerloop.optim.blocks import plain_settings, write_settings
+from innerloop.optim.settings import merged
 from innerloop.settings import at_step, check_steps, learned_parameters, natural, parsed
 from innerloop.step.evaluation import check_unwritten, versions_of
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values

@@ -18,17 +18,17 @@ from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import second_order
 from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.patched import Patched
-from innerloop.optim._blocks import (
+from innerloop.optim.blocks import (
     OptState,
     plain_settings,
     unpacked,
     write_settings,
     write_state,
 )
-from innerloop.optim._family import Family
-from innerloop.optim._from_torch import family_of
-from innerloop.optim._rule import Rule, step
-from innerloop.optim._settings import check_name, check_value, per_group
+from innerloop.optim.convert import family_of
+from innerloop.optim.family import Family
+from innerloop.optim.rule import Rule, step
+from innerloop.optim.settings import check_name, check_value, per_group
 from innerloop.step.gradient import check_loss
 
 GradCallback = Callable[[Any], Any]

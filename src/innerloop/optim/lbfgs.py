@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family, Packed, Slots
-from innerloop.optim._rule import Rule
+from innerloop.optim.family import Family, Packed, Slots
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family
+from innerloop.optim.family import Family
 
 Group = dict[str, Any]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._blocks import (
+from innerloop.optim.blocks import (
     Block,
     Members,
     OptState,
@@ -28,8 +28,8 @@ from innerloop.optim._blocks import (
     write_settings,
     write_state,
 )
-from innerloop.optim._family import Elsewhere, Family, Packed, Slots
-from innerloop.optim._settings import Group, merged, seen_by_block
+from innerloop.optim.family import Elsewhere, Family, Packed, Slots
+from innerloop.optim.settings import Group, merged, seen_by_block
 
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
 
