@@ -31,7 +31,8 @@ from innerloop.guard.arguments import (
 )
 from innerloop.guard.closures import reaches
 from innerloop.guard.watch import asked
-from innerloop.modules.functional import Template, functional
+from innerloop.modules.functional import functional
+from innerloop.modules.replica import Template
 from innerloop.optim import Rule, from_torch
 from innerloop.optim.blocks import plain_settings, write_settings
 from innerloop.optim.settings import merged

@@ -11,7 +11,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from innerloop.diagnose.report import Layer
 from innerloop.diagnose.tracer import Call
 from innerloop.modules.exact import _BATCH_NORMS, _RECURRENT
-from innerloop.modules.functional import unwrapped
+from innerloop.modules.tree import unwrapped
 
 _ATTENTION = "scaled_dot_product_attention"
 _MATH = "math kernels of attention: the fused ones have no second derivative"

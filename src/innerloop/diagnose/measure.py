@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from innerloop.inner_loop import InnerLoop
-from innerloop.modules.functional import Template
+from innerloop.modules.replica import Template
 from innerloop.step.state import State, buffers_of
 
 

@@ -16,7 +16,8 @@ from innerloop.diagnose.tracer import Tracer
 from innerloop.guard import closures
 from innerloop.guard.second_order import _nodes as nodes
 from innerloop.inner_loop import InnerLoop
-from innerloop.modules.functional import Template, functional
+from innerloop.modules.functional import functional
+from innerloop.modules.replica import Template
 from innerloop.step.state import State
 
 

@@ -14,7 +14,8 @@ from innerloop._numerics import full_precision
 from innerloop._tracing import active
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.guard import closures
-from innerloop.modules.functional import Template, check_buffers, functional
+from innerloop.modules.functional import check_buffers, functional
+from innerloop.modules.replica import Template
 from innerloop.optim import Elsewhere, Rule
 from innerloop.step.evaluation import Evaluation, tensors_of
 from innerloop.step.linearized import Linearized
