@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -13,13 +14,13 @@ _local = threading.local()
 
 
 def active() -> bool:
-    return getattr(_local, "active", False)
+    return torch.compiler.is_compiling() or getattr(_local, "active", False)
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """What is computed inside is recorded for compilation."""
-    before, _local.active = active(), True
+    before, _local.active = getattr(_local, "active", False), True
     try:
         yield
     finally:

@@ -299,7 +299,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         sources = [weights[p] for p in wanted]
         found: tuple[Tensor | None, ...] = ()
         while sources:
-            with twice_differentiable if create else contextlib.nullcontext():
+            with twice_differentiable() if create else contextlib.nullcontext():
                 found = torch.autograd.grad(
                     loss, sources, None, retain_graph, create, allow_unused=True
                 )

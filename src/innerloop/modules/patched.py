@@ -346,7 +346,7 @@ def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: A
     version = core.version(handle)
     called = version if method is None else getattr(version, method)
     if core.track:
-        with twice_differentiable:
+        with twice_differentiable():
             result = called(*args, **kwargs)
     else:
         result = called(*args, **kwargs)

@@ -83,7 +83,8 @@ class Template:
         copies.append(None)
         # One loop in one function, since it runs for every module in every step.
         for copy, part in zip(copies, self._parts, strict=False):
-            attributes = part.shared.copy()
+            attributes = copy.__dict__
+            attributes.update(part.shared)
             attributes["_parameters"] = own = {}
             for name, i in part.parameters:
                 own[name] = weights[i]
@@ -96,7 +97,6 @@ class Template:
             for name in part.mutable:
                 value = attributes[name]
                 attributes[name] = value.clone() if isinstance(value, Tensor) else value.copy()
-            object.__setattr__(copy, "__dict__", attributes)
         if self._special or self._hooks:
             self._rebind(copies, weights, values)
         return copies[0]

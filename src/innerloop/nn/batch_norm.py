@@ -213,9 +213,9 @@ def _second(
 
 
 def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """What ``forward`` of torch's batch norms does, through :func:`batch_norm` where it applies."""
+    """``forward`` of torch's batch norms, by :func:`batch_norm` where it applies."""
     by_batch = module.training or (module.running_mean is None and module.running_var is None)
-    if by_batch and _is_transformed(x):
+    if by_batch and not _tracing.active() and _is_transformed(x):
         if module.training and module.track_running_stats:
             nn.modules.batchnorm._BatchNorm.forward(module, x.detach())
         return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
@@ -242,7 +242,7 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
 
 
 def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """With plain averages as running statistics, where a count cannot be looked at."""
+    """Running statistics as plain averages, where the count of batches cannot be read."""
     assert module.num_batches_tracked is not None
     share = 1.0 / module.num_batches_tracked
     over = [d for d in range(x.dim()) if d != 1]
@@ -254,7 +254,7 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
 
 
 def _applies(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether this is the plain case on the CPU, which is where it has been measured and tested.
+    """Whether :func:`batch_norm` serves this input: the CPU's plain case, where it was measured.
 
     torch's own path serves other devices and low precision.
     """
@@ -275,8 +275,11 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Whether forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
 
-    Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256).
+    Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256). A
+    compiler cannot look, and fuses what is composed.
     """
+    if torch.compiler.is_compiling():
+        return True
     transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
     return (transforms or forward_ad._current_level >= 0) and not _tracing.active()
 

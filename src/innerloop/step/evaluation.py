@@ -42,7 +42,7 @@ class Evaluation:
         sources = {name: source(named[name], tracked) for name in self.moving(named)}
         weights = list(sources.values())
         versions = versions_of(named)
-        exact = twice_differentiable if create_graph else contextlib.nullcontext()
+        exact = twice_differentiable() if create_graph else contextlib.nullcontext()
         with exact, torch.enable_grad(), _deferred.claimed() as valueless:
             self.value, self.out = self.evaluated({**named, **sources})
             self.check()

@@ -29,7 +29,7 @@ class Linearized:
         named = named_leaves(state.params)
         trained = run.moving(named)
         sources = {name: source(named[name], True) for name in trained}
-        with torch.enable_grad(), twice_differentiable:
+        with torch.enable_grad(), twice_differentiable():
             versions = versions_of(named)
             run.value, run.out = run.evaluated({**named, **sources})
             run.check()

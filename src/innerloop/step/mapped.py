@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError
-from innerloop.guard.watch import BatchedWatch, Draws, ForeignError, no_fast_path
+from innerloop.guard.watch import BatchedWatch, Draws, ForeignError
 
 
 class NotBatchableError(InnerLoopError):
@@ -48,7 +48,7 @@ def mapped(function: Callable[..., Any], *trees: Any) -> Any:
 def _vmapped(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
     draws = Draws()
     try:
-        with BatchedWatch(), no_fast_path:
+        with BatchedWatch():
             found = torch.vmap(one, randomness="different")(*tensors)
     except InnerLoopError:
         raise
