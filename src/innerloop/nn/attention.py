@@ -60,6 +60,11 @@ _ATTENTION = torch.library.Library("aten", "IMPL", _KEY)
 _ATTENTION.impl("scaled_dot_product_attention", attention)
 _OTHERS = torch.library.Library("_", "IMPL", _KEY)
 _OTHERS.fallback(torch.library.fallthrough_kernel)
+# Operators of operators (a custom autograd.Function under torch.func) dispatch in Python, by lists.
+_PARSED = torch._C._dispatch_key_parse(_KEY)
+torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_PARSED)
+for _operator in torch._ops._higher_order_ops.values():
+    _operator.fallthrough(_PARSED)
 
 COMPOSED: dict[Any, Any] = {
     functional.scaled_dot_product_attention: attention,
