@@ -806,7 +806,32 @@ def test_every_class_of_torch_is_here() -> None:
         flags = {"foreach", "fused", "capturable", "differentiable"}
         ours = {*family.settings, *family.options}
         assert found - flags - ours == set()
-        assert ours - found <= {"ns_dtype", "decoupled_weight_decay"}
+        assert ours - found <= {"ns_dtype", "decoupled_weight_decay", "maximize"}
+
+
+def test_lbfgs_maximizes() -> None:
+    """torch's class has the option since 2.15; by the rule it is the descent of minus the loss."""
+    start, lr = [torch.tensor([1.0, -2.0])], torch.tensor(0.1, requires_grad=True)
+
+    def evaluation(sign: int) -> Any:
+        def evaluate(params: Any) -> Any:
+            x = params[0]
+            return sign * (x.cos().sum() + x.prod()), [sign * (x.prod() / x - x.sin())]
+
+        return evaluate
+
+    def trained(rule: Any, evaluate: Any) -> Any:
+        params, _ = rule.update(
+            start, evaluate(start)[1], rule.init(start), {"lr": lr}, evaluate=evaluate
+        )
+        return params[0]
+
+    ascended = trained(optim.lbfgs(max_iter=3, maximize=True), evaluation(1))
+    descended = trained(optim.lbfgs(max_iter=3), evaluation(-1))
+    plain = trained(optim.lbfgs(max_iter=3), evaluation(1))
+    assert torch.equal(ascended, descended) and not torch.allclose(ascended, plain)
+    grads = [torch.autograd.grad(found.sum(), lr)[0] for found in (ascended, descended)]
+    assert torch.equal(*grads)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every input.
