@@ -962,7 +962,7 @@ def test_steps_in_threads_are_compiled_once(way):
     assert count(inner) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @each_unit
 @pytest.mark.parametrize("way", [il.tasks.vmap(), il.tasks.threads(2)], ids=["vmap", "threads"])
 def test_forward_mode_derivatives(unit, way):

@@ -15,7 +15,7 @@ from ways import assert_same, gradients
 TASKS = 3
 
 # torch's own, as inductor is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 
 
 @pytest.fixture(autouse=True)

@@ -412,7 +412,7 @@ def jacobian(model: nn.Module, batch: Tensor) -> Tensor:
     return squares(model, batch) + found.square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch's own
 @pytest.mark.parametrize("loss", [dual, jacobian])
 @pytest.mark.parametrize(("make", "shape"), [(two_layers, (5, 4)), (two_convolutions, IMAGES)])
 def test_other_derivatives_inside_the_loss(loss: Any, make: Any, shape: Any) -> None:
