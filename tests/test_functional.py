@@ -13,7 +13,15 @@ from torch import nn
 from torch.func import functional_call
 
 import innerloop as il
-from modules import KINDS, CrossAttention, DotProduct, SelfAttention, TakesParams, TiedHead
+from modules import (
+    KINDS,
+    CrossAttention,
+    DotProduct,
+    SelfAttention,
+    TakesParams,
+    TiedHead,
+    python_calls,
+)
 from problems import Net, flat, relative_error
 
 
@@ -439,6 +447,13 @@ def twice_by_functional(model, x):
     inner = torch.autograd.grad(f(weights, x).square().mean(), weights.values(), create_graph=True)
     weights = {n: w - g for (n, w), g in zip(weights.items(), inner, strict=True)}
     return flat(torch.autograd.grad(f(weights, x).square().mean(), list(model.parameters())))
+
+
+def test_binding_weights_costs_few_calls():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3).eval(), nn.Tanh(), nn.Linear(3, 1))
+    template, x = il.functional(model).template(), torch.randn(4, 2)
+    plain = python_calls(lambda: model(x))
+    assert python_calls(lambda: template.bind(template.params, template.buffers)(x)) <= plain + 10
 
 
 def fused_attention():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, functional, optim
 from innerloop.optim.blocks import unpacked
+from modules import python_calls
 from optimizers import FLAGS, ROWS, Row, build
 
 EXACT = 1e-12
@@ -1093,3 +1094,14 @@ def test_a_mapping_without_names_is_refused_where_order_matters():
         rule.init(dict(model.named_parameters()))
     with pytest.raises(InnerLoopError, match="shape"):
         rule.init([model[0].weight, model[2].weight, model[2].bias])
+
+
+def test_an_update_of_sgd_costs_few_calls() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    params = functional(model).params
+    rule = optim.from_torch(torch.optim.SGD(model.parameters(), lr=0.1), params)
+    state = rule.init(params)
+    assert len(params) == 4
+    assert python_calls(lambda: rule.update(params, params, state)) <= 22
+    lr = {"lr": torch.tensor(0.1)}
+    assert python_calls(lambda: rule.update(params, params, state, lr)) <= 45
