@@ -9,6 +9,9 @@ import innerloop as il
 from innerloop.modules.replica import Template
 from problems import flat, relative_error
 
+# Dynamo reads it of every tensor that it meets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
 
 class SelfAttention(nn.Module):
     """Without biases: that of the keys has gradient 0, of which Adam makes steps of round-off."""
