@@ -3,7 +3,8 @@
 A tiny few-shot run in one process, which is started again after each kill; in two processes of
 torchrun, of which a random one dies and the group is restarted; and as a worker of a Ray cluster on
 this machine, which tries it again. The metrics of every epoch and the result must equal those of an
-undisturbed run to the last digit. Needs an environment with innerloop[experiments,ray], and Linux.
+undisturbed run to the last digit. Needs an environment with
+torch-innerloop[experiments,ray], and Linux.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def main() -> int:
     if args.kills < len(names) or args.iterations < 1:
         parser.error("there must be a kill for each kind at least, and an iteration")
     if "ray" in names and importlib.util.find_spec("ray") is None:
-        parser.error("--kinds ray needs Ray: pip install 'innerloop[ray]', or leave it out")
+        parser.error("--kinds ray needs Ray: pip install '.[ray]' in a clone, or leave it out")
     total = {"kills": 0, "in training": 0, "runs": 0, "equal": 0}
     print("kind      kills  in training  runs  runs equal")
     with tempfile.TemporaryDirectory() as folder:

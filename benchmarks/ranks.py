@@ -1,6 +1,6 @@
 """Processes that share a meta-batch: how far their meta-gradient is from that of one, and how fast.
 
-Needs an environment with innerloop[experiments]; every process has one thread.
+Needs an environment with torch-innerloop[experiments]; every process has one thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The table of module kinds: what a replica must carry over, one small model for each."""
 
 import functools
+import sys
 import types
 import warnings
 import weakref
@@ -16,6 +17,23 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from problems import Net
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    """The number of calls of Python functions that the second call of this one makes."""
+    function()
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 class Kind(NamedTuple):

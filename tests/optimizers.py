@@ -1,9 +1,13 @@
 """The table of optimizers: every class of `torch.optim` with every option of its rule."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import optim
+
+LBFGS_MAXIMIZES = "maximize" in inspect.signature(optim.LBFGS).parameters
+"""Since torch 2.15."""
 
 
 class Row(NamedTuple):
@@ -109,6 +113,7 @@ ROWS = [
     _row(optim.LBFGS, lr=0.05, max_iter=3),
     _row(optim.LBFGS, lr=0.1, max_iter=6, max_eval=2, history_size=2),
     _row(optim.LBFGS, lr=0.2, max_iter=3, tolerance_grad=0.5, tolerance_change=1e-5),
+    *([_row(optim.LBFGS, lr=0.05, max_iter=3, maximize=True)] if LBFGS_MAXIMIZES else []),
 ]
 """Every class, with every option and settings that make each of its terms act."""
 

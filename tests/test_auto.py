@@ -175,7 +175,7 @@ def by_dual_numbers(model: nn.Module, batch: Any) -> Tensor:
     return squares(model, batch) + slope.square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by torch itself
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # by torch itself
 @pytest.mark.parametrize("loss", [Weighted(0.7), by_forward_mode, by_dual_numbers])
 def test_losses_that_are_hard_to_measure(loss: Any) -> None:
     plain, batches = wide_training(init=True)

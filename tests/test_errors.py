@@ -133,7 +133,7 @@ def test_what_is_not_a_module(entry, thing):
 def test_script_modules(entry, make, where):
     arguments = () if make is torch.jit.script else (torch.randn(1, 2),)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         if where == "root":
             model = make(Net(), *arguments)
         else:

@@ -631,7 +631,7 @@ def test_b09_compiled_modules(what):
     plain = Net()
     model = copy.deepcopy(plain)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the import of torch's compiler
+        warnings.filterwarnings("ignore", "`torch.jit")  # the import of torch's compiler
         if what == "root":
             model = torch.compile(model)
         elif what == "submodule":
@@ -652,7 +652,7 @@ def test_b09_scripted_modules_are_refused(make, where):
     model = Net()
     arguments = () if make is torch.jit.script else (torch.randn(1, 2),)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         if where == "root":
             model = make(model, *arguments)
         else:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, functional, optim
-from innerloop.optim._blocks import unpacked
+from innerloop.optim.blocks import unpacked
+from modules import python_calls
 from optimizers import FLAGS, ROWS, Row, build
 
 EXACT = 1e-12
@@ -806,7 +807,32 @@ def test_every_class_of_torch_is_here() -> None:
         flags = {"foreach", "fused", "capturable", "differentiable"}
         ours = {*family.settings, *family.options}
         assert found - flags - ours == set()
-        assert ours - found <= {"ns_dtype", "decoupled_weight_decay"}
+        assert ours - found <= {"ns_dtype", "decoupled_weight_decay", "maximize"}
+
+
+def test_lbfgs_maximizes() -> None:
+    """torch's class has the option since 2.15; by the rule it is the descent of minus the loss."""
+    start, lr = [torch.tensor([1.0, -2.0])], torch.tensor(0.1, requires_grad=True)
+
+    def evaluation(sign: int) -> Any:
+        def evaluate(params: Any) -> Any:
+            x = params[0]
+            return sign * (x.cos().sum() + x.prod()), [sign * (x.prod() / x - x.sin())]
+
+        return evaluate
+
+    def trained(rule: Any, evaluate: Any) -> Any:
+        params, _ = rule.update(
+            start, evaluate(start)[1], rule.init(start), {"lr": lr}, evaluate=evaluate
+        )
+        return params[0]
+
+    ascended = trained(optim.lbfgs(max_iter=3, maximize=True), evaluation(1))
+    descended = trained(optim.lbfgs(max_iter=3), evaluation(-1))
+    plain = trained(optim.lbfgs(max_iter=3), evaluation(1))
+    assert torch.equal(ascended, descended) and not torch.allclose(ascended, plain)
+    grads = [torch.autograd.grad(found.sum(), lr)[0] for found in (ascended, descended)]
+    assert torch.equal(*grads)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every input.
@@ -1068,3 +1094,14 @@ def test_a_mapping_without_names_is_refused_where_order_matters():
         rule.init(dict(model.named_parameters()))
     with pytest.raises(InnerLoopError, match="shape"):
         rule.init([model[0].weight, model[2].weight, model[2].bias])
+
+
+def test_an_update_of_sgd_costs_few_calls() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    params = functional(model).params
+    rule = optim.from_torch(torch.optim.SGD(model.parameters(), lr=0.1), params)
+    state = rule.init(params)
+    assert len(params) == 4
+    assert python_calls(lambda: rule.update(params, params, state)) <= 22
+    lr = {"lr": torch.tensor(0.1)}
+    assert python_calls(lambda: rule.update(params, params, state, lr)) <= 45

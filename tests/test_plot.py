@@ -73,5 +73,5 @@ def test_the_wrong_thing_is_refused(setup):
 
 def test_without_matplotlib_the_error_names_the_extra(setup, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'innerloop\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[plot\]'"):
         plot_unroll(*setup)

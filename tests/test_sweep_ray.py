@@ -189,7 +189,7 @@ def test_without_ray_it_says_what_to_install(
     monkeypatch.setattr(_ray_engine.importlib.util, "find_spec", lambda name: None)
     out = tmp_path / "s"
     assert main(["sweep", *GRID, "--engine", "ray", "--out", str(out), "--", *SMALL]) == 2
-    assert "innerloop[ray]" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -166,7 +166,7 @@ MODULES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("norm", MODULES)
 @pytest.mark.parametrize("loss", [by_func, by_tangents])
 def test_norms_that_are_modules_under_torchs_transforms(norm, loss):

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"innerloop {name} needs the package {missing.name!r}, which is not installed. "
-            "Install it with: pip install 'innerloop[experiments]'",
+            "Install it with: pip install '.[experiments]' in a clone",
             file=sys.stderr,
         )
         return 2

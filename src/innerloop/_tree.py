@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils._pytree import tree_flatten as flatten
-from torch.utils._pytree import tree_map
 from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
@@ -55,12 +54,18 @@ def _collect(values: Iterable[Any], found: list[Any]) -> None:
             found.append(value)
         elif kind is dict:
             _collect(value.values(), found)
-        elif kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        elif (
+            kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+        ):
             _collect(value, found)
         elif kind in SUPPORTED_NODES:
             found += flatten(value)[0]
         else:
             found.append(value)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -77,7 +82,7 @@ def map(function: Callable[[Any], Any], tree: Any) -> Any:
         return {key: map(function, value) for key, value in tree.items()}
     if kind is tuple or kind is list:
         return kind([map(function, value) for value in tree])
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+    if _is_named_tuple(kind):
         return kind(*[map(function, value) for value in tree])
     return tree_map(function, tree)
 

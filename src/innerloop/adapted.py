@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.modules.functional import Template, functional
+from innerloop.modules.functional import functional
+from innerloop.modules.replica import Template
 from innerloop.optim import FAMILIES, Rule
-from innerloop.optim._from_torch import family_of
+from innerloop.optim.convert import family_of
 from innerloop.step.state import State, buffers_of, differentiable
 from innerloop.tasks.axis import count, sliced, stacked
 

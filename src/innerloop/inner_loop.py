@@ -26,10 +26,11 @@ from innerloop.guard.arguments import (
 )
 from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
-from innerloop.modules.functional import Template, functional
+from innerloop.modules.functional import functional
+from innerloop.modules.replica import Template
 from innerloop.optim import Rule, from_torch
-from innerloop.optim._blocks import plain_settings, write_settings
-from innerloop.optim._settings import merged
+from innerloop.optim.blocks import plain_settings, write_settings
+from innerloop.optim.settings import merged
 from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.step.state import Meta, State

@@ -48,7 +48,7 @@ def _figure() -> Figure:
     except ImportError as missing:
         raise ImportError(
             "innerloop.plot_unroll needs the package 'matplotlib', which is not installed. Install "
-            "it with: pip install 'innerloop[plot]'"
+            "it with: pip install '.[plot]' in a clone"
         ) from missing
     return Figure(figsize=(13, 4), layout="constrained")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.optim import Rule
-from innerloop.optim._settings import check_name
+from innerloop.optim.settings import check_name
 
 _PER = ("group", "parameter", "element", "step")
 _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {

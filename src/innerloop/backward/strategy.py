@@ -30,9 +30,7 @@ class Backward(abc.ABC):
         return self
 
 
-def run_plainly(
-    step: Step, state: Any, meta: Any, batches: Sequence[Any]
-) -> tuple[Any, Any]:
+def run_plainly(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
     """One graph over all steps, or none where gradients are off."""
     state, outs = fold(step, state, meta, batches)
     return state, stack_outputs(outs)

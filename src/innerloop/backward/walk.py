@@ -63,6 +63,7 @@ def fold_in_graph(
     A tensor that was computed outside and closed over is then an ordinary part of the graph, and
     the gradient can be differentiated again.
     """
+
     def take(state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
         return checkpoint(step, state, meta, batch, use_reentrant=False)
 

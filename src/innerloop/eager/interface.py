@@ -17,11 +17,11 @@ from innerloop.eager.optimizer import (
     class_for,
 )
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.modules.functional import parameters_of, survey
 from innerloop.modules.patched import patched, reference_params
+from innerloop.modules.tree import parameters_of, survey
 from innerloop.optim import FAMILIES
-from innerloop.optim._from_torch import family_of
-from innerloop.optim._settings import per_group
+from innerloop.optim.convert import family_of
+from innerloop.optim.settings import per_group
 
 Device = torch.device | str | None
 

@@ -16,20 +16,20 @@ from innerloop import _tree, optim
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import second_order
+from innerloop.guard.arguments import check_loss, check_requires_grad
 from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.patched import Patched
-from innerloop.optim._blocks import (
+from innerloop.optim.blocks import (
     OptState,
     plain_settings,
     unpacked,
     write_settings,
     write_state,
 )
-from innerloop.optim._family import Family
-from innerloop.optim._from_torch import family_of
-from innerloop.optim._rule import Rule, step
-from innerloop.optim._settings import check_name, check_value, per_group
-from innerloop.guard.arguments import check_loss, check_requires_grad
+from innerloop.optim.convert import family_of
+from innerloop.optim.family import Family
+from innerloop.optim.rule import Rule, step
+from innerloop.optim.settings import check_name, check_value, per_group
 
 GradCallback = Callable[[Any], Any]
 _SAME_AS = "_innerloop_same_as"
@@ -300,7 +300,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         sources = [weights[p] for p in wanted]
         found: tuple[Tensor | None, ...] = ()
         while sources:
-            with twice_differentiable if create else contextlib.nullcontext():
+            with twice_differentiable() if create else contextlib.nullcontext():
                 found = torch.autograd.grad(
                     loss, sources, None, retain_graph, create, allow_unused=True
                 )

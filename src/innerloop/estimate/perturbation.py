@@ -13,7 +13,8 @@ from innerloop import _tree
 from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.inner_loop import InnerLoop
-from innerloop.modules.functional import functional, unwrapped
+from innerloop.modules.functional import functional
+from innerloop.modules.tree import unwrapped
 
 At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
 """Maps values of the parameters, a state, args and kwargs to the value and the next state."""

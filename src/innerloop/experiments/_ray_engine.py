@@ -63,7 +63,7 @@ def check(cluster: Cluster) -> None:
     if importlib.util.find_spec("ray") is None:
         raise InnerLoopError(
             "--engine ray needs Ray, which is not installed. Install it with "
-            "pip install 'innerloop[ray]', or use --engine local."
+            "pip install '.[ray]' in a clone, or use --engine local."
         )
 
 

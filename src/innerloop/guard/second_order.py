@@ -78,8 +78,8 @@ def guard(
     """Make dead ends of the graph raise a clear error when they are reached; True if it has any.
 
     ``grads`` are the inner gradients, made with a graph; ``params`` the weights they belong to, by
-    whose ``grad_fn`` the step ends. Nodes older than ``since`` are not of this step. The graph of the gradients is searched only if the loss has
-    operations that have not been searched before.
+    whose ``grad_fn`` the step ends. Nodes older than ``since`` are not of this step. The graph of
+    the gradients is searched only if the loss has operations that have not been searched before.
     """
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
     forward = graph.nodes([loss.grad_fn], ends, since)[0]
@@ -97,9 +97,7 @@ def guard(
             raise RequirementError(_third(_op_of(node)))
         if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(_op_of(node), node, params, names))
-    gradient_nodes = graph.nodes(
-        [g.grad_fn for g in grads if g is not None], [*ends, *forward]
-    )[0]
+    gradient_nodes = graph.nodes([g.grad_fn for g in grads if g is not None], [*ends, *forward])[0]
     dead = [node for node in gradient_nodes if node.name() in _DEAD_ENDS]
     for node in dead:
         message = _message(_op_of(node), node, params, names)

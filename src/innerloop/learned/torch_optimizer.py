@@ -13,7 +13,7 @@ from torch import Tensor
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.learned.coordinates import check_tensors, join_states, split_state
-from innerloop.optim._from_torch import NoRule
+from innerloop.optim.convert import NoRule
 
 _LEARNED = "learned"
 

@@ -1,4 +1,4 @@
-"""Choosing kernels that can be differentiated twice."""
+"""Methods and kernels of a replica that can be differentiated twice."""
 
 from __future__ import annotations
 
@@ -6,73 +6,66 @@ import functools
 import threading
 import types
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cuda
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
-from innerloop.guard.watch import embedding
+from innerloop.nn import attention, norms
 from innerloop.nn.batch_norm import batch_norm_forward, is_transformed
-from innerloop.nn.norms import ComposedNorms
+from innerloop.nn.embedding import embedding
 
 
-class _MathAttention:
-    """While any thread is inside, attention runs on the kernels that have a second derivative.
+class Composed(TorchFunctionMode):
+    """While it is active, norms and attention are composed: slower, with every derivative."""
 
-    The fused kernels of ``scaled_dot_product_attention`` have none, on the CPU either. The switch
-    is one for the whole process, so entries are counted and the last to leave restores it.
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
 
-    Inside itself, in a loop in the loss of another, third derivatives are right too.
+
+_COMPOSED = {**norms.COMPOSED, **attention.COMPOSED}
+
+
+class _ExactKernels(threading.local):
+    """Kernels that can be differentiated twice, for the thread that enters.
+
+    Attention is composed. On the second entry, in a loop in the loss of another, norms are composed
+    too, whose third derivatives torch has wrong.
     """
 
-    def __init__(self) -> None:
-        self.local = threading.local()
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = (True, True, True)
+    depth = 0
+    mode: Composed
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = (
-                    cuda.flash_sdp_enabled(),
-                    cuda.mem_efficient_sdp_enabled(),
-                    cuda.cudnn_sdp_enabled(),
-                )
-                _switch(False, False, False)
-            self._inside += 1
-        self.local.depth = getattr(self.local, "depth", 0) + 1
-        if self.local.depth == 2:
-            self.local.norms = ComposedNorms()
-            self.local.norms.__enter__()
+        self.depth += 1
+        if self.depth == 1:
+            attention.compose_attention(True)
+        elif self.depth == 2:
+            self.mode = Composed()
+            self.mode.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.local.depth == 2:
-            self.local.norms.__exit__(kind, error, trace)
-        self.local.depth -= 1
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                _switch(*self._before)
+    def __exit__(self, *error: Any) -> None:
+        if self.depth == 2:
+            self.mode.__exit__(*error)
+        elif self.depth == 1:
+            attention.compose_attention(False)
+        self.depth -= 1
 
 
-def _switch(flash: bool, efficient: bool, cudnn: bool) -> None:
-    cuda.enable_flash_sdp(flash)
-    cuda.enable_mem_efficient_sdp(efficient)
-    cuda.enable_cudnn_sdp(cudnn)
+_EXACT = _ExactKernels()
 
 
-twice_differentiable = _MathAttention()
+def twice_differentiable() -> AbstractContextManager[Any]:
+    """Kernels that can be differentiated twice inside; other threads keep theirs."""
+    # A compiler follows a mode, and fuses what is composed.
+    return Composed() if torch.compiler.is_compiling() else _EXACT
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,14 +73,33 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A recomputation during backward calls methods deep inside a model, so each one sees to it.
     """
-    local = twice_differentiable.local
 
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if getattr(local, "depth", 0):
+        if not torch.compiler.is_compiling() and _EXACT.depth:
             return function(*args, **kwargs)
-        with twice_differentiable:
+        with twice_differentiable():
             return function(*args, **kwargs)
+
+    return method
+
+
+class _Unchanged(TorchFunctionMode):
+    """Changes nothing; but under a mode, attention layers do not take torch's path for inference.
+
+    That path has no derivative, and under ``vmap`` weights do not look as if they required one.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _without_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with _Unchanged():
+            return forward(*args, **kwargs)
 
     return method
 
@@ -103,6 +115,7 @@ def own_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     return found
 
 
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NORMS = (nn.LayerNorm.forward, nn.InstanceNorm1d.forward)
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
@@ -114,11 +127,10 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     The user's own are guarded, since they may call attention. Some of torch's forwards have a
     second derivative that is missing, wrong, or slow; these are replaced.
     """
-    methods = own_methods(kind)
-    if issubclass(kind, nn.MultiheadAttention):
-        methods.setdefault("forward", kind.forward)
-    exact = {name: guarded(member) for name, member in methods.items()}
-    if _is_batch_norm(kind):
+    exact = {name: guarded(member) for name, member in own_methods(kind).items()}
+    if issubclass(kind, _ATTENTION):
+        exact["forward"] = guarded(_without_fast_path(kind.forward))
+    elif _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
     elif kind.forward in _NORMS:
         exact["forward"] = _composed_if_transformed(kind.forward)
@@ -132,18 +144,18 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def _is_batch_norm(kind: type[nn.Module]) -> bool:
-    """One of torch's, or one that has its forward."""
+    """Whether this is a batch norm of torch, or a subclass with its forward."""
     plain = issubclass(kind, _BATCH_NORMS) and not issubclass(kind, LazyModuleMixin)
     return plain and kind.forward is nn.BatchNorm1d.forward
 
 
 def _composed_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """With norms whose derivatives are right under ``torch.func`` and in forward mode."""
+    """A norm's forward whose derivatives are right under ``torch.func`` and in forward mode."""
 
     def method(self: nn.Module, x: Tensor) -> Tensor:
         if not is_transformed():
             return forward(self, x)
-        with ComposedNorms():
+        with Composed():
             return forward(self, x)
 
     return method
@@ -162,7 +174,7 @@ def _recurrent_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _embedding_forward(self: nn.Module, input: Tensor) -> Tensor:
-    """Without any derivative of the padding, forward-mode ones too, which torch's has."""
+    """``forward`` without any derivative of the padding; torch's has one in forward mode."""
     if self.padding_idx is None or self.max_norm is not None or self.sparse:
         return nn.Embedding.forward(self, input)  # type: ignore[arg-type]
     scaled = self.scale_grad_by_freq

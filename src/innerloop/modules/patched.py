@@ -20,18 +20,10 @@ from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.modules.exact import exact_methods, own_methods, twice_differentiable
-from innerloop.modules.functional import (
-    Replicator,
-    as_plain,
-    check_buffers,
-    derived,
-    named_parameters,
-    original,
-    parameters_of,
-    survey,
-    unwrapped,
-)
+from innerloop.modules.functional import check_buffers
 from innerloop.modules.rebind import Rebinder
+from innerloop.modules.replica import Replicator, as_plain, derived, original
+from innerloop.modules.tree import named_parameters, parameters_of, survey, unwrapped
 
 _NODE = "_innerloop"
 
@@ -354,7 +346,7 @@ def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: A
     version = core.version(handle)
     called = version if method is None else getattr(version, method)
     if core.track:
-        with twice_differentiable:
+        with twice_differentiable():
             result = called(*args, **kwargs)
     else:
         result = called(*args, **kwargs)
@@ -434,7 +426,7 @@ def patched(
 ) -> Any:
     """Handles for a module tree, with these initial weights; ``None`` gives it none of its own.
 
-    ``originals`` are all modules of the tree, as :func:`innerloop.functional.survey` finds them.
+    ``originals`` are all modules of the tree, as :func:`survey` finds them.
     """
     if isinstance(originals[0], Patched):
         raise InnerLoopError(

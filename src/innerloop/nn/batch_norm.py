@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
 from torch.autograd import forward_ad
 
-from innerloop import _tracing
-
 
 def batch_norm(
     x: Tensor,
@@ -32,7 +30,7 @@ def batch_norm(
     """
     given = x, weight, bias, running_mean, running_var
     mapped = torch._C._are_functorch_transforms_active()
-    if _tracing.active() or (
+    if torch.compiler.is_compiling() or (
         mapped and not any(t is not None and is_batchedtensor(t) for t in given)
     ):
         return _composed(*given, momentum, eps)
@@ -213,9 +211,9 @@ def _second(
 
 
 def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """What ``forward`` of torch's batch norms does, through :func:`batch_norm` where it applies."""
+    """``forward`` of torch's batch norms, by :func:`batch_norm` where it applies."""
     by_batch = module.training or (module.running_mean is None and module.running_var is None)
-    if by_batch and _is_transformed(x):
+    if by_batch and not torch.compiler.is_compiling() and _is_transformed(x):
         if module.training and module.track_running_stats:
             nn.modules.batchnorm._BatchNorm.forward(module, x.detach())
         return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
@@ -225,10 +223,8 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
     momentum = module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if momentum is None and (_tracing.active() or _is_mapped()):
-            return _averaged(module, x)
         if momentum is None:
-            momentum = 1.0 / float(module.num_batches_tracked)
+            return _averaged(module, x)
     tracked = not module.training or module.track_running_stats
     return batch_norm(
         x,
@@ -242,7 +238,7 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
 
 
 def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    """With plain averages as running statistics, where a count cannot be looked at."""
+    """Running statistics as plain averages; the count of batches stays on its device."""
     assert module.num_batches_tracked is not None
     share = 1.0 / module.num_batches_tracked
     over = [d for d in range(x.dim()) if d != 1]
@@ -254,11 +250,11 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
 
 
 def _applies(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether this is the plain case on the CPU, which is where it has been measured and tested.
+    """Whether :func:`batch_norm` serves this input: the CPU's plain case, where it was measured.
 
     torch's own path serves other devices and low precision.
     """
-    if _tracing.active():
+    if torch.compiler.is_compiling():
         return x.dim() > 1 and x.numel() > x.shape[1] and x.is_floating_point()
     return (
         (x.requires_grad or _is_mapped())
@@ -275,10 +271,13 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Whether forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
 
-    Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256).
+    Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256). A
+    compiler cannot look, and fuses what is composed.
     """
+    if torch.compiler.is_compiling():
+        return True
     transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
-    return (transforms or forward_ad._current_level >= 0) and not _tracing.active()
+    return (transforms or forward_ad._current_level >= 0) and not torch.compiler.is_compiling()
 
 
 def _is_transformed(x: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Norms in elementary operations, for derivatives of an order that torch's own have wrong.
+"""Norms composed of elementary operations, with derivatives of every order.
 
 The third derivatives of torch's batch, instance and layer norm are silently wrong: their second
-ones take mean and deviation for constants (pytorch#186256, pytorch#175754). Inner loops inside
-inner loops need them.
+derivatives take mean and deviation for constants (pytorch#186256, pytorch#175754). Inner loops
+inside the losses of other inner loops need them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-
-
-class ComposedNorms(TorchFunctionMode):
-    """While it is active, torch's norms are these ones; they are slower, and right."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        composed = _COMPOSED.get(func)
-        return func(*args, **kwargs) if composed is None else composed(*args, **kwargs)
 
 
 def layer_norm(
@@ -103,7 +91,7 @@ def _plain_instance_norm(
 
 
 def _by_input(function: Callable[..., Tensor], x: Tensor, over: list[int], given: Any) -> Tensor:
-    """What torch's function gives, composed if it goes by the input and not by statistics."""
+    """Torch's function; composed if it normalizes by the input's statistics."""
     _, _, weight, bias, by_input, _, eps = given
     if not by_input:
         return function(x, *given)
@@ -118,7 +106,7 @@ def _normalized(x: Tensor, over: list[int], eps: float) -> Tensor:
     return (x - mean) * (variance + eps).rsqrt()
 
 
-_COMPOSED: dict[Any, Callable[..., Tensor]] = {
+COMPOSED: dict[Any, Callable[..., Tensor]] = {
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     functional.batch_norm: batch_norm,
@@ -126,3 +114,4 @@ _COMPOSED: dict[Any, Callable[..., Tensor]] = {
     functional.instance_norm: instance_norm,
     torch.instance_norm: _plain_instance_norm,
 }
+"""Replacements for a mode for functions of torch."""

@@ -9,12 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-from innerloop.optim._blocks import Block as Block
-from innerloop.optim._blocks import OptState as OptState
-from innerloop.optim._family import Elsewhere as Elsewhere
-from innerloop.optim._family import Family
-from innerloop.optim._from_torch import family_of, read
-from innerloop.optim._rule import Rule as Rule
 from innerloop.optim.adadelta import ADADELTA
 from innerloop.optim.adadelta import adadelta as adadelta
 from innerloop.optim.adafactor import ADAFACTOR
@@ -28,6 +22,11 @@ from innerloop.optim.adamax import ADAMAX
 from innerloop.optim.adamax import adamax as adamax
 from innerloop.optim.asgd import ASGD
 from innerloop.optim.asgd import asgd as asgd
+from innerloop.optim.blocks import Block as Block
+from innerloop.optim.blocks import OptState as OptState
+from innerloop.optim.convert import family_of, read
+from innerloop.optim.family import Elsewhere as Elsewhere
+from innerloop.optim.family import Family
 from innerloop.optim.lbfgs import LBFGS
 from innerloop.optim.lbfgs import lbfgs as lbfgs
 from innerloop.optim.muon import MUON
@@ -40,6 +39,7 @@ from innerloop.optim.rmsprop import RMSPROP
 from innerloop.optim.rmsprop import rmsprop as rmsprop
 from innerloop.optim.rprop import RPROP
 from innerloop.optim.rprop import rprop as rprop
+from innerloop.optim.rule import Rule as Rule
 from innerloop.optim.sgd import SGD
 from innerloop.optim.sgd import sgd as sgd
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_norm
-from innerloop.optim._family import (
+from innerloop.optim.family import (
     Family,
     Packed,
     Slots,
@@ -23,7 +23,7 @@ from innerloop.optim._family import (
     smaller,
     whole,
 )
-from innerloop.optim._rule import Rule
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family, Packed, Slots
-from innerloop.optim._rule import Rule
+from innerloop.optim.family import Family, Packed, Slots
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
@@ -79,11 +79,12 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     most_evals = options["max_eval"]
     if most_evals is None:
         most_evals = options["max_iter"] * 5 // 4
-    params, grads = packed.params.reshape(-1), packed.grads.reshape(-1)
+    sign = -1 if options["maximize"] else 1
+    params, grads = packed.params.reshape(-1), sign * packed.grads.reshape(-1)
     if isinstance(lr, Tensor) and lr.dim() > 0:
         lr = lr.reshape(-1)
     here = evaluate(params)[0] if evaluate.here is None else evaluate.here
-    loss = float(here.detach())
+    loss = sign * float(here.detach())
     evals = 1
     slots = {**packed.slots, "func_evals": packed.slots["func_evals"] + 1}
     if _most(grads) <= options["tolerance_grad"]:
@@ -109,7 +110,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         if iteration == options["max_iter"]:
             break
         value, grads = evaluate(params)
-        loss, grads, evals = float(value.detach()), grads.reshape(-1), evals + 1
+        loss, grads, evals = sign * float(value.detach()), sign * grads.reshape(-1), evals + 1
         slots["func_evals"] += 1
         if (
             evals >= most_evals
@@ -156,6 +157,7 @@ LBFGS = Family(
         "tolerance_change": 1e-9,
         "history_size": 100,
         "line_search_fn": None,
+        "maximize": False,
     },
     scalars=frozenset(),
     fresh=_fresh,
@@ -173,6 +175,8 @@ def lbfgs(
     tolerance_grad: float = 1e-7,
     tolerance_change: float = 1e-9,
     history_size: int = 100,
+    *,
+    maximize: bool = False,
 ) -> Rule:
     r"""L-BFGS (Liu and Nocedal, 1989) with a fixed rate.
 
@@ -203,5 +207,6 @@ def lbfgs(
         "tolerance_change": tolerance_change,
         "history_size": history_size,
         "line_search_fn": None,
+        "maximize": maximize,
     }
     return Rule(LBFGS, (group,))

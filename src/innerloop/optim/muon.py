@@ -10,7 +10,7 @@ from torch import Tensor
 
 from innerloop._numerics import safe_norm
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import (
+from innerloop.optim.family import (
     Family,
     Packed,
     Slots,
@@ -20,7 +20,7 @@ from innerloop.optim._family import (
     shrunk,
     whole,
 )
-from innerloop.optim._rule import Rule
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:

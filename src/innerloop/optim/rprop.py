@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.optim._family import (
+from innerloop.optim.family import (
     Family,
     Packed,
     Slots,
@@ -19,7 +19,7 @@ from innerloop.optim._family import (
     once_started,
     smaller,
 )
-from innerloop.optim._rule import Rule
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.optim._family import (
+from innerloop.optim.family import (
     Family,
     Packed,
     Slots,
@@ -18,7 +18,7 @@ from innerloop.optim._family import (
     decayed,
     off,
 )
-from innerloop.optim._rule import Rule
+from innerloop.optim.rule import Rule
 
 
 def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
@@ -56,8 +56,38 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     return add_scaled(params, grads, e(-h["lr"])), slots
 
 
-def _light(hyper: Mapping[str, Any]) -> bool:
-    return off(hyper["momentum"])
+def _update_each(
+    params: list[Tensor], grads: list[Tensor], hyper: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Tensor] | None:
+    """The update without momentum; not with settings for single elements."""
+    if not off(hyper["momentum"]):
+        return None
+    rates = _one_for_each(hyper["lr"], params)
+    decays = _one_for_each(hyper["weight_decay"], params)
+    if rates is None or decays is None:
+        return None
+    new = []
+    for param, grad, lr, decay in zip(params, grads, rates, decays, strict=True):
+        if options.get("maximize", False):
+            grad = -grad
+        if isinstance(decay, Tensor) or decay != 0:
+            grad = add_scaled(grad, param, decay)
+        if isinstance(lr, Tensor):
+            new.append((param + -lr * grad).to(param.dtype))
+        else:
+            new.append(torch.add(param, grad, alpha=-lr))
+    return new
+
+
+def _one_for_each(setting: Any, params: list[Tensor]) -> Sequence[Any] | None:
+    """The setting of each parameter, ``None`` if it has one for each element."""
+    if not isinstance(setting, Tensor):
+        return [setting] * len(params)
+    if not all(map(Tensor.dim, params)):
+        return None  # The setting would promote a parameter without dimensions to its own dtype.
+    if setting.dim() == 0:
+        return [setting] * len(params)
+    return setting.unbind() if setting.shape == (len(params),) else None
 
 
 SGD = Family(
@@ -69,7 +99,7 @@ SGD = Family(
     write=_write,
     scalars=frozenset({"started"}),
     update=_update,
-    light=_light,
+    update_each=_update_each,
     linear=True,
 )
 

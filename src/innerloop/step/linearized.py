@@ -100,7 +100,7 @@ class InnerLinearization:
         self._sources, self._trained = list(sources.values()), [named[n] for n in sources]
         others = [t for name, t in named.items() if name not in sources] + _tree.tensors(meta.loss)
         self._others = [t for t in others if isinstance(t, Tensor) and t.requires_grad]
-        with torch.enable_grad(), twice_differentiable:
+        with torch.enable_grad(), twice_differentiable():
             found = step.evaluate(rebuild(state.params, {**named, **sources}), state, meta, batch)
             wanted = {**sources, **{f"other {i}": t for i, t in enumerate(self._others)}}
             first = step.gradients(found.total, wanted, follow=True)

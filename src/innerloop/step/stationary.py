@@ -7,7 +7,7 @@ from typing import Any
 
 from innerloop.errors import RequirementError, four_part
 from innerloop.optim import Rule
-from innerloop.optim._family import off
+from innerloop.optim.family import off
 from innerloop.optim.sgd import SGD
 
 _DECOUPLED = ("AdamW", "Muon", "Adafactor")

@@ -17,7 +17,8 @@ from innerloop._numerics import full_precision
 from innerloop.errors import NotBatchableError
 from innerloop.guard import arguments, closures, graph, second_order
 from innerloop.modules.exact import twice_differentiable
-from innerloop.modules.functional import Template, check_buffers, functional
+from innerloop.modules.functional import check_buffers, functional
+from innerloop.modules.replica import Template
 from innerloop.optim import Elsewhere, Rule
 from innerloop.step import refusals
 from innerloop.step.linearized import InnerLinearization
@@ -86,7 +87,7 @@ class InnerStep(Step):
         sources = self.sources(named, tracked)
         since = graph.now() if tracked else 0
         second = tracked and not self.first_order
-        with torch.enable_grad(), twice_differentiable if second else nullcontext():
+        with torch.enable_grad(), twice_differentiable() if second else nullcontext():
             params = rebuild(state.params, {**named, **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
@@ -200,7 +201,10 @@ class InnerStep(Step):
         second = follow and not self.first_order
         weights = list(sources.values())
         found = torch.autograd.grad(
-            total, weights, retain_graph=follow or self.look is not None, create_graph=second,
+            total,
+            weights,
+            retain_graph=follow or self.look is not None,
+            create_graph=second,
             allow_unused=True,
         )
         if all(g is None for g in found):
@@ -248,21 +252,30 @@ class InnerStep(Step):
             absent = dict.fromkeys(grads)
 
             def one(params: Any, present: Any, opt: Any, buffers: Buffers) -> Any:
-                return self._update_one(params, {**absent, **present}, opt, buffers, state, meta)
+                grads = {**absent, **present}
+                return self._update_one(params, grads, opt, buffers, meta, state.time)
 
             present = {name: g for name, g in grads.items() if g is not None}
             with full_precision(found.total.device):
-                params, opt, buffers = self.over(one, state.params, present, state.opt, state.buffers)
+                params, opt, buffers = self.over(
+                    one, state.params, present, state.opt, state.buffers
+                )
         kept = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
         return State(params, kept, opt, state.time + 1)
 
     def _update_one(
-        self, params: Any, grads: dict[str, Any], opt: Any, buffers: Buffers, state: State, meta: Meta
+        self,
+        params: Any,
+        grads: dict[str, Any],
+        opt: Any,
+        buffers: Buffers,
+        state: State,
+        meta: Meta,
     ) -> Any:
         grads = self.transform(grads)
         if self.rule_model is not None:
             return self._update_learned(self.rule_model, params, grads, opt, buffers, meta)
-        hyper = self.settings_at(meta, state.time)
+        hyper = self.settings_at(meta, time)
         return *self.rule.update(params, rebuild(params, grads), opt, hyper), {}
 
     def settings_at(self, meta: Meta, time: int) -> Mapping[str, Any]:
@@ -400,7 +413,9 @@ class InnerStep(Step):
             return rule.update(params, grads, rule.init(params), settings)[0]
 
         moved = named_leaves(self.over(one, state.params, moving))
-        return [(named[name], named[name] - moved[name]) for name, g in moving.items() if g is not None]
+        return [
+            (named[name], named[name] - moved[name]) for name, g in moving.items() if g is not None
+        ]
 
 
 def inner_step(

@@ -77,9 +77,7 @@ class auto(Way):
         return "\n".join(lines)
 
 
-def _try(
-    way: Way, tasks: Any, inputs: list[Tensor], expected: list[Tensor | None]
-) -> Trial | None:
+def _try(way: Way, tasks: Any, inputs: list[Tensor], expected: list[Tensor | None]) -> Trial | None:
     """Time one way. The first one, the loop, leaves what the others must find in ``expected``.
 
     ``None`` if no gradient can be asked for.

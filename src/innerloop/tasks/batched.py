@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, NotBatchableError
-from innerloop.guard.watch import no_fast_path
 from innerloop.step.protocol import as_step
 from innerloop.step.step import InnerStep
 from innerloop.tasks.corrections import Corrections, OrderError
@@ -48,7 +47,7 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
     seed = torch.default_generator.initial_seed()
     try:
-        with Corrections(), no_fast_path:
+        with Corrections():
             found = torch.vmap(one, randomness="different")(*tensors)
     except InnerLoopError:
         raise

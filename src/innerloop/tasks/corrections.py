@@ -12,7 +12,7 @@ from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_batched
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from innerloop.guard.watch import embedding, plain_embedding
+from innerloop.nn.embedding import embedding, plain_embedding
 
 
 class OrderError(Exception):

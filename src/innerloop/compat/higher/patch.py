@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from innerloop.compat.higher import utils as _utils
 from innerloop.eager.interface import monkeypatch as monkeypatch
-from innerloop.modules.functional import survey as _survey
-from innerloop.modules.functional import unwrapped as _unwrapped
 from innerloop.modules.patched import Patched
 from innerloop.modules.patched import patched as _patched_module
+from innerloop.modules.tree import survey as _survey
+from innerloop.modules.tree import unwrapped as _unwrapped
 
 _MonkeyPatchBase = Patched
 _internal_attrs = {

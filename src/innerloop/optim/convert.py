@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family, Slots
-from innerloop.optim._rule import Rule
+from innerloop.optim.family import Family, Slots
+from innerloop.optim.rule import Rule
 
 
 class NoRule(torch.optim.Optimizer):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._blocks import (
+from innerloop.optim import refusals
+from innerloop.optim.blocks import (
     Block,
     Members,
     OptState,
@@ -28,8 +28,8 @@ from innerloop.optim._blocks import (
     write_settings,
     write_state,
 )
-from innerloop.optim._family import Elsewhere, Family, Packed, Slots
-from innerloop.optim._settings import Group, merged, seen_by_block
+from innerloop.optim.family import Elsewhere, Family, Packed, Slots
+from innerloop.optim.settings import Group, merged, seen_by_block
 
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
 
@@ -108,8 +108,10 @@ class Rule:
         grad_leaves = self._aligned(params, grads, "gradients")
         sizes = self._sizes(leaves)
         _check_state(state, len(leaves))
-        shapes = _by_group([leaf.shape for leaf in leaves], sizes)
-        groups = merged(self.family, self.groups, shapes, hyper)
+        groups: Sequence[Group] = self.groups
+        if hyper:
+            shapes = _by_group([leaf.shape for leaf in leaves], sizes)
+            groups = merged(self.family, groups, shapes, hyper)
 
         def at(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
             assert evaluate is not None
@@ -127,14 +129,7 @@ class Rule:
                 Elsewhere(at, getattr(evaluate, "here", None)) if evaluate else None,
             )
         except KeyError as error:
-            raise InnerLoopError(
-                four_part(
-                    f"The state has no {error}, which {self.family.name} keeps.",
-                    "a state of this rule.",
-                    "each rule keeps other things.",
-                    "state = rule.init(params).",
-                )
-            ) from error
+            raise refusals.foreign_state(self.family.name, error) from error
         return self._rebuilt(params, new), new_state
 
     def write_to(
@@ -154,60 +149,37 @@ class Rule:
 
     def _leaves(self, params: Any) -> list[Tensor]:
         """The rule's parameters, in its order."""
-        if isinstance(params, Mapping) and self.names is not None:
-            missing = [name for name in self.names if name not in params]
-            if missing:
-                raise InnerLoopError(_not_alike("parameters", f"no {missing[0]!r}"))
-            return [params[name] for name in self.names]
+        if self.names is not None and isinstance(params, (dict, Mapping)):
+            for name in self.names:
+                if name not in params:
+                    raise refusals.other_structure("parameters", f"no {name!r}")
+            return list(map(params.__getitem__, self.names))
         several = len(self.groups) > 1 or any(self.warm or ())
         if isinstance(params, Mapping) and self.shapes is not None and several:
-            raise InnerLoopError(
-                four_part(
-                    "You gave a mapping to a rule that does not know its parameters by name.",
-                    "names, for an optimizer with several groups or with a state.",
-                    "which settings and which state belong to a parameter goes by the "
-                    "optimizer's order, which need not be that of the mapping.",
-                    "optim.from_torch(optimizer, functional(model).params).",
-                )
-            )
+            raise refusals.unnamed_mapping()
         return _tree.flatten(params)[0]
 
     def _aligned(self, params: Any, other: Any, what: str) -> list[Any]:
         """The leaves of ``other`` in the places of the rule's parameters."""
-        if isinstance(params, Mapping) and self.names is not None:
-            if not isinstance(other, Mapping) or any(name not in other for name in self.names):
-                raise InnerLoopError(_not_alike(what, "other names"))
-            return [other[name] for name in self.names]
+        if self.names is not None and isinstance(params, (dict, Mapping)):
+            if not isinstance(other, (dict, Mapping)) or not set(self.names).issubset(other):
+                raise refusals.other_structure(what, "other names")
+            return list(map(other.__getitem__, self.names))
         return _aligned(params, other, what)
 
     def _rebuilt(self, params: Any, leaves: list[Tensor]) -> Any:
         """``params`` with the rule's parameters replaced."""
-        if isinstance(params, Mapping) and self.names is not None:
+        if self.names is not None and isinstance(params, (dict, Mapping)):
             return {**params, **dict(zip(self.names, leaves, strict=True))}
         return _tree.unflatten(leaves, _tree.flatten(params)[1])
 
     def _sizes(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         sizes = self.sizes if self.sizes is not None else (len(leaves),)
         if sum(sizes) != len(leaves):
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {len(leaves)} parameters to a rule for {sum(sizes)}.",
-                    "the optimizer's parameters, group after group, and no others.",
-                    "each has its own settings and state, found by position.",
-                    "[p for group in optimizer.param_groups for p in group['params']].",
-                )
-            )
+            raise refusals.wrong_count(len(leaves), sum(sizes))
         for i, (leaf, shape) in enumerate(zip(leaves, self.shapes or (), strict=False)):
             if leaf.shape != shape:
-                raise InnerLoopError(
-                    four_part(
-                        f"Parameter {i} you gave has the shape {tuple(leaf.shape)}.",
-                        f"{tuple(shape)}, as in the optimizer the rule was made from.",
-                        "parameters are matched to settings and state by position.",
-                        "them in the optimizer's order, or a mapping and optim.from_torch("
-                        "optimizer, functional(model).params).",
-                    )
-                )
+                raise refusals.wrong_shape(i, leaf.shape, shape)
         return sizes
 
     def _block_key(self, index: int, param: Tensor, group: Group, slots: Slots) -> Any:
@@ -223,14 +195,7 @@ class Rule:
 
     def _slots_of(self, index: int, param: Tensor, group: Group) -> Slots:
         if self.family.real_only and param.is_complex():
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {self.family.name} a complex parameter.",
-                    "real parameters.",
-                    f"torch.optim.{self.family.name} has no rule for complex ones.",
-                    "another optimizer for them, such as torch.optim.Adam.",
-                )
-            )
+            raise refusals.complex_parameter(self.family.name)
         fresh = self.family.fresh(real(param.detach()), group)
         warm = self.warm[index] if self.warm else {}
         return {
@@ -242,37 +207,23 @@ class Rule:
 def _aligned(params: Any, other: Any, what: str) -> list[Any]:
     if isinstance(params, Mapping):
         if not isinstance(other, Mapping) or set(other) != set(params):
-            raise InnerLoopError(_not_alike(what, "other names"))
+            raise refusals.other_structure(what, "other names")
         return [leaf for key in params for leaf in _aligned(params[key], other[key], what)]
     if isinstance(params, list | tuple):
         if not isinstance(other, list | tuple) or len(other) != len(params):
             some = isinstance(other, list | tuple)
             found = f"{len(other)} {what} for {len(params)}" if some else type(other).__name__
-            raise InnerLoopError(_not_alike(what, found))
+            raise refusals.other_structure(what, found)
         return [leaf for p, o in zip(params, other, strict=True) for leaf in _aligned(p, o, what)]
     return [other] if isinstance(params, Tensor) else _tree.flatten(other)[0]
 
 
-def _not_alike(what: str, found: str) -> str:
-    return four_part(
-        f"The {what} do not have the structure of the parameters: {found}.",
-        "the same nesting with the same names.",
-        "a value that went to another parameter would be a silent mistake.",
-        "one entry, or None for a gradient, wherever the parameters have one.",
-    )
-
-
 def _check_state(state: Any, count: int) -> None:
-    members = [m for block in state for m in block.members] if isinstance(state, tuple) else None
-    if members is None or sorted(members) != list(range(count)):
-        raise InnerLoopError(
-            four_part(
-                f"The state does not belong to these {count} parameters.",
-                "the state that init made for them, or that the last update returned.",
-                "parameters without a state would silently stay where they are.",
-                "state = rule.init(params).",
-            )
-        )
+    members: list[int] = []
+    for block in state if isinstance(state, tuple) else ():
+        members += block.members
+    if sorted(members) != list(range(count)):
+        raise refusals.wrong_state(count)
 
 
 def step(
@@ -285,6 +236,7 @@ def step(
     evaluate: Elsewhere | None = None,
 ) -> tuple[list[Tensor], OptState]:
     """One update of every block, with the settings of ``groups``."""
+    _check_gradients(params, grads)
     place = [(g, i) for g, size in enumerate(sizes) for i in range(size)]
     new = list(params)
     new_state: list[Block] = []
@@ -299,33 +251,45 @@ def step(
         if moving is None:
             continue
         members = moving.members
-        tensors = [params[m] for m in members]
+        tensors = list(map(params.__getitem__, members))
+        own: list[Any] = list(map(grads.__getitem__, members))
         group = groups[place[members[0]][0]]
-        hyper = seen_by_block(family, groups, [place[m] for m in members], tensors, sizes)
-        each = _of_members(hyper, len(members)) if family.light(hyper) else None
-        if each is not None:
-            for m, own in zip(members, each, strict=True):
-                alone = _packed(family, moving, [params[m]], [grads[m]], own, group, None, params)
-                new[m] = unpack(family.update(alone)[0], [params[m]])[0]
-            new_state.append(moving)
-            continue
-        packed = _packed(
-            family, moving, tensors, [grads[m] for m in members], hyper, group, evaluate, params
-        )
-        flat, slots = family.update(packed)
-        dtypes = {
-            name: slot.dtype
-            for name, slot in moving.slots.items()
-            if isinstance(slot, Tensor) and name not in family.scalars
-        }
-        slots = {
-            name: slot.to(dtypes[name]) if name in dtypes and isinstance(slot, Tensor) else slot
-            for name, slot in slots.items()
-        }
-        for member, tensor in zip(members, unpack(flat, tensors), strict=True):
+        places = list(map(place.__getitem__, members))
+        hyper = seen_by_block(family, groups, places, tensors, sizes)
+        updated = None
+        if family.update_each is not None:
+            updated = family.update_each(tensors, own, hyper, group)
+        if updated is None:
+            packed = _packed(family, moving, tensors, own, hyper, group, evaluate, params)
+            flat, slots = family.update(packed)
+            moving = Block(members, _as_kept(family, slots, moving.slots))
+            updated = unpack(flat, tensors)
+        for member, tensor in zip(members, updated, strict=True):
             new[member] = tensor
-        new_state.append(Block(members, slots))
+        new_state.append(moving)
     return new, tuple(new_state)
+
+
+def _check_gradients(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        if grad is None:
+            continue
+        if grad.shape != param.shape:
+            raise refusals.gradient_shape(grad, param)
+        if grad.layout is not torch.strided:
+            raise refusals.sparse_gradient()
+
+
+def _as_kept(family: Family, slots: Slots, before: Slots) -> Slots:
+    """New slots in the dtypes of the old ones; counters stay in double precision."""
+    return {
+        name: slot.to(before[name].dtype)
+        if name not in family.scalars
+        and isinstance(slot, Tensor)
+        and isinstance(before.get(name), Tensor)
+        else slot
+        for name, slot in slots.items()
+    }
 
 
 def _packed(
@@ -338,25 +302,6 @@ def _packed(
     evaluate: Any,
     params: Sequence[Tensor],
 ) -> Packed:
-    for tensor, grad in zip(tensors, grads, strict=True):
-        if grad.shape != tensor.shape:
-            raise InnerLoopError(
-                four_part(
-                    f"A gradient has the shape {tuple(grad.shape)}.",
-                    f"{tuple(tensor.shape)}, that of its parameter.",
-                    "it would be broadcast or shifted into its neighbours.",
-                    "gradients in the order and the shapes of the parameters.",
-                )
-            )
-        if grad.layout is not torch.strided:
-            raise InnerLoopError(
-                four_part(
-                    "A parameter has a sparse gradient.",
-                    "dense gradients.",
-                    "torch cannot differentiate a sparse gradient again.",
-                    "torch.nn.Embedding(..., sparse=False).",
-                )
-            )
     flat = pack(tensors)
     spread = spreader(flat, tensors)
     slots = {name: _uncounted(name, slot) for name, slot in block.slots.items()}
@@ -391,25 +336,6 @@ def _components(hyper: Mapping[str, Any]) -> list[Any]:
 def _uncounted(name: str, slot: Any) -> Any:
     """A slot; a step counter without a graph, since nothing is differentiated by a count."""
     return slot.detach() if name in ("step", "started") and isinstance(slot, Tensor) else slot
-
-
-def _many(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _of_members(hyper: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
-    """The settings of each member of a block; ``None`` if single elements have their own."""
-    many = [value for value in _components(hyper) if _many(value)]
-    if any(value.shape != (count,) for value in many):
-        return None
-    own = {id(value): value.unbind() for value in many}
-
-    def of(value: Any, i: int) -> Any:
-        if isinstance(value, tuple):
-            return tuple(of(part, i) for part in value)
-        return own[id(value)][i] if id(value) in own else value
-
-    return [{name: of(value, i) for name, value in hyper.items()} for i in range(count)]
 
 
 def _per_element(value: Any, flat: Tensor) -> bool:

@@ -45,14 +45,13 @@ class Packed:
 
 
 Update = Callable[[Packed], tuple[Tensor, Slots]]
+UpdateEach = Callable[
+    [list[Tensor], list[Tensor], Mapping[str, Any], Mapping[str, Any]], list[Tensor] | None
+]
 
 
 def _no_slots(params: Tensor, group: Mapping[str, Any]) -> Slots:
     return {}
-
-
-def _never(hyper: Mapping[str, Any]) -> bool:
-    return False
 
 
 def _same(slots: Slots) -> Slots:
@@ -85,9 +84,9 @@ class Family:
     real_only: bool = False
     optional: frozenset[str] = frozenset()
     """Settings that may be ``None``."""
-    light: Callable[[Mapping[str, Any]], bool] = _never
-    """Whether, with these settings, an update keeps no state and has so few operations that doing
-    it tensor by tensor costs less than packing."""
+    update_each: UpdateEach | None = None
+    """An update that keeps no state and has so few operations that it costs less tensor by tensor
+    than packed; it gives ``None`` where the settings or the parameters do not allow it."""
     linear: bool = False
     """Whether, settings aside, an update is linear in weights, gradients and state."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family, Slots
-from innerloop.optim._settings import Group
+from innerloop.optim.family import Family, Slots
+from innerloop.optim.settings import Group
 
 
 class Members(tuple[int, ...]):

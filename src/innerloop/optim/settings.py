@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim._family import Family
+from innerloop.optim.family import Family
 
 Group = dict[str, Any]
 
@@ -92,7 +92,9 @@ def wrong_count(name: str, found: int, groups: int, arity: int) -> str:
 
 
 def check_value(family: Family, name: str, value: Any, shapes: Sequence[torch.Size]) -> None:
-    """Refuse what cannot be a value of this setting for a group of parameters of these shapes."""
+    """Refuses what cannot be a value of this setting for a group of parameters of these shapes."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+        return
     for part in components(family.name, name, value, family.settings[name]):
         several = isinstance(part, list | tuple)
         if several and len(part) != len(shapes):
@@ -164,9 +166,13 @@ def seen_by_block(
     Each component becomes a number, a 0-d tensor, ``[parameters]``, or one value per element in the
     packed shape of the block.
     """
-    touched = sorted({group for group, _ in members})
+    touched = [0] if len(groups) == 1 else sorted({group for group, _ in members})
     seen: dict[str, Any] = {}
     for name, arity in family.settings.items():
+        value = groups[touched[0]][name]
+        if len(touched) == 1 and _is_plain(value, arity):
+            seen[name] = value
+            continue
         split = {
             index: components(family.name, name, groups[index][name], arity) for index in touched
         }
@@ -176,6 +182,16 @@ def seen_by_block(
         )
         seen[name] = parts if arity > 1 else parts[0]
     return seen
+
+
+_NUMBERS = frozenset({int, float, type(None)})
+
+
+def _is_plain(value: Any, arity: int) -> bool:
+    """Whether this is a number for each component, which every block sees as it is."""
+    if arity == 1:
+        return type(value) in _NUMBERS
+    return type(value) is tuple and len(value) == arity and _NUMBERS.issuperset(map(type, value))
 
 
 def _component(
