@@ -304,9 +304,9 @@ def step(
         hyper = seen_by_block(family, groups, [place[m] for m in members], tensors, sizes)
         each = _of_members(hyper, len(members)) if family.light(hyper) else None
         if each is not None:
+            options = _options(family, group)
             for m, own in zip(members, each, strict=True):
-                alone = _packed(family, moving, [params[m]], [grads[m]], own, group, None, params)
-                new[m] = unpack(family.update(alone)[0], [params[m]])[0]
+                new[m] = _updated_alone(family, params[m], grads[m], own, options)
             new_state.append(moving)
             continue
         packed = _packed(
@@ -339,24 +339,7 @@ def _packed(
     params: Sequence[Tensor],
 ) -> Packed:
     for tensor, grad in zip(tensors, grads, strict=True):
-        if grad.shape != tensor.shape:
-            raise InnerLoopError(
-                four_part(
-                    f"A gradient has the shape {tuple(grad.shape)}.",
-                    f"{tuple(tensor.shape)}, that of its parameter.",
-                    "it would be broadcast or shifted into its neighbours.",
-                    "gradients in the order and the shapes of the parameters.",
-                )
-            )
-        if grad.layout is not torch.strided:
-            raise InnerLoopError(
-                four_part(
-                    "A parameter has a sparse gradient.",
-                    "dense gradients.",
-                    "torch cannot differentiate a sparse gradient again.",
-                    "torch.nn.Embedding(..., sparse=False).",
-                )
-            )
+        _check_gradient(tensor, grad)
     flat = pack(tensors)
     spread = spreader(flat, tensors)
     slots = {name: _uncounted(name, slot) for name, slot in block.slots.items()}
@@ -376,10 +359,49 @@ def _packed(
         grads=pack(grads),
         slots=slots,
         hyper=hyper,
-        options={name: group.get(name, default) for name, default in family.options.items()},
+        options=_options(family, group),
         spread=spread,
         evaluate=None if evaluate is None else Elsewhere(at, evaluate.here),
     )
+
+
+def _updated_alone(
+    family: Family, param: Tensor, grad: Any, hyper: Mapping[str, Any], options: Mapping[str, Any]
+) -> Tensor:
+    """One parameter after an update that keeps no state."""
+    _check_gradient(param, grad)
+    packed = Packed(real(param), real(grad), {}, hyper, options, _unchanged)
+    new = family.update(packed)[0]
+    return new if new.dtype == param.dtype and new.shape == param.shape else unpack(new, [param])[0]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _options(family: Family, group: Group) -> dict[str, Any]:
+    return {name: group.get(name, default) for name, default in family.options.items()}
+
+
+def _check_gradient(tensor: Tensor, grad: Tensor) -> None:
+    if grad.shape != tensor.shape:
+        raise InnerLoopError(
+            four_part(
+                f"A gradient has the shape {tuple(grad.shape)}.",
+                f"{tuple(tensor.shape)}, that of its parameter.",
+                "it would be broadcast or shifted into its neighbours.",
+                "gradients in the order and the shapes of the parameters.",
+            )
+        )
+    if grad.layout is not torch.strided:
+        raise InnerLoopError(
+            four_part(
+                "A parameter has a sparse gradient.",
+                "dense gradients.",
+                "torch cannot differentiate a sparse gradient again.",
+                "torch.nn.Embedding(..., sparse=False).",
+            )
+        )
 
 
 def _components(hyper: Mapping[str, Any]) -> list[Any]:
@@ -393,13 +415,11 @@ def _uncounted(name: str, slot: Any) -> Any:
     return slot.detach() if name in ("step", "started") and isinstance(slot, Tensor) else slot
 
 
-def _many(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _of_members(hyper: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
     """The settings of each member of a block; ``None`` if single elements have their own."""
-    many = [value for value in _components(hyper) if _many(value)]
+    many = [value for value in _components(hyper) if isinstance(value, Tensor) and value.dim() > 0]
+    if not many:
+        return [dict(hyper)] * count
     if any(value.shape != (count,) for value in many):
         return None
     own = {id(value): value.unbind() for value in many}

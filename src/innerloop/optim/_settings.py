@@ -167,6 +167,10 @@ def seen_by_block(
     touched = sorted({group for group, _ in members})
     seen: dict[str, Any] = {}
     for name, arity in family.settings.items():
+        first = groups[touched[0]][name]
+        if len(touched) == 1 and type(first) in (int, float):
+            seen[name] = first
+            continue
         split = {
             index: components(family.name, name, groups[index][name], arity) for index in touched
         }
