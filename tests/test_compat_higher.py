@@ -36,8 +36,9 @@ NAMES = {
         "get_diff_optim", "get_trainable_opt_params", "register_optim",
     ],
     "higher.utils": [
-        "_T", "_U", "_torch", "_typing", "_copy_tensor", "_find_param_in_list", "_get_param_mapping", "_is_container",
-        "_recursive_copy_and_cast", "_recursive_map", "flatten", "get_func_params",
+        "_T", "_U", "_torch", "_typing", "_copy_tensor", "_find_param_in_list",
+        "_get_param_mapping", "_is_container", "_recursive_copy_and_cast",
+        "_recursive_map", "flatten", "get_func_params",
     ],
 }  # fmt: skip
 

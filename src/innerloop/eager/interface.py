@@ -154,11 +154,9 @@ def create_diff_optim(
     >>> z.detach()
     tensor([0.9000, 1.9000])
     """
-    if params is None:
-        if fmodel is None:
-            raise refusals.no_params_to_create_from()
-        params = fmodel.parameters()
-    groups: list[Any] = list(params)
+    if params is None and fmodel is None:
+        raise refusals.no_params_to_create_from()
+    groups: list[Any] = list(fmodel.parameters() if params is None else params)
     if not groups or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     stand_ins: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._numerics import full_precision
+from innerloop._numerics import full_precision, is_autocast
 from innerloop.eager import refusals
 from innerloop.guard import second_order
 from innerloop.optim._settings import per_group
@@ -110,7 +110,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             raise refusals.loss_not_a_scalar(loss)
         if not loss.requires_grad:
             raise refusals.loss_without_graph()
-        settings = {} if override is None else self._checked(override)
+        settings = None if override is None else self._checked(override)
         callback = self._grad_callback if grad_callback is None else grad_callback
         if callback is None:
             own = [p for positions in self._group_to_param_list for p in positions]
@@ -119,7 +119,9 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             every = range(len(weights))
             grads = self._gradients(loss, weights, every, retain_graph, given=params is not None)
             grads = _from_callback(callback(tuple(grads)), len(weights))
-        new = self._updated(weights, grads, settings, loss.device)
+        if settings is not None:
+            self._set(settings)
+        new = self._updated(weights, grads, loss.device)
         if self._fmodel is not None:
             self._fmodel.update_params(new)
         for hook in self._optimizer_step_post_hooks.values():
@@ -211,28 +213,19 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         self,
         weights: list[Tensor],
         grads: Sequence[Tensor | None],
-        settings: Mapping[str, Sequence[Any]],
         device: torch.device,
     ) -> list[Tensor]:
         """The weights after ``_update``, which finds its parameters in the groups."""
-        before = [dict(group) for group in self.param_groups]
         grouped = []
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
             group["params"] = [weights[p] for p in positions]
             grouped.append([grads[p] for p in positions])
         track = self._track_higher_grads
-        try:
-            self._set(settings)
-            if track == torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type):
+        if track == torch.is_grad_enabled() and not is_autocast(device):
+            self._update(grouped)
+        else:
+            with torch.set_grad_enabled(track), full_precision(device):
                 self._update(grouped)
-            else:
-                with torch.set_grad_enabled(track), full_precision(device):
-                    self._update(grouped)
-        except BaseException:
-            for group, kept in zip(self.param_groups, before, strict=True):
-                group.clear()
-                group.update(kept)
-            raise
         new = list(weights)
         for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
             for p, param in zip(positions, group["params"], strict=True):

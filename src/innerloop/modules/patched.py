@@ -91,7 +91,7 @@ class Core:
 
     def version(self, handle: nn.Module) -> nn.Module:
         """The replica of a handle for the present weights."""
-        index = vars(handle)[_NODE].index
+        index = vars(handle)[_NODE].number
         if index in self.versions:
             return self.versions[index]
         if self.weights is None:
@@ -139,7 +139,7 @@ class Node(NamedTuple):
     """A handle's place: the core it belongs to and its number in the module tree."""
 
     core: Core
-    index: int
+    number: int
 
 
 class Patched(nn.Module):
@@ -167,7 +167,7 @@ class Patched(nn.Module):
 
     @property
     def _fast_params(self) -> list[list[Tensor]] | None:
-        return _core(self).history
+        return self.__dict__[_NODE].core.history
 
     @_fast_params.setter
     def _fast_params(self, value: list[list[Tensor]] | None) -> None:
