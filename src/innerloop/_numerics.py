@@ -46,15 +46,11 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device; the meta device has none."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """No part of an autocast region, as updates of ``torch.optim`` and losses are not."""
-    if is_autocast(device):
+    # The meta device has no autocast, and asking for it is an error.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
     else:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._numerics import full_precision, is_autocast
+from innerloop._numerics import full_precision
 from innerloop.eager import refusals
-from innerloop.guard import second_order
+from innerloop.guard import graph, second_order
+from innerloop.guard.arguments import check_loss, check_requires_grad
 from innerloop.optim._settings import per_group
 
 GradCallback = Callable[[Any], Any]
@@ -106,10 +107,8 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (loss,), kwargs)
         weights = self._present_weights(params)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            raise refusals.loss_not_a_scalar(loss)
-        if not loss.requires_grad:
-            raise refusals.loss_without_graph()
+        check_loss(loss)
+        check_requires_grad(loss)
         settings = None if override is None else self._checked(override)
         callback = self._grad_callback if grad_callback is None else grad_callback
         if callback is None:
@@ -167,9 +166,9 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         for p, grad in zip(wanted, found, strict=True):
             grads[p] = grad
             depends = depends or grad is not None
-        if not depends:
-            _check_dependence(loss, weights)
-        elif create:
+        if not depends and not graph.reaches(loss, weights):
+            raise refusals.loss_of_other_weights()
+        if create:
             second_order.guard(loss, found, weights, self._name_of)
         return grads
 
@@ -221,7 +220,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             group["params"] = [weights[p] for p in positions]
             grouped.append([grads[p] for p in positions])
         track = self._track_higher_grads
-        if track == torch.is_grad_enabled() and not is_autocast(device):
+        if track == torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
             self._update(grouped)
         else:
             with torch.set_grad_enabled(track), full_precision(device):
@@ -375,14 +374,6 @@ def _positions(params: Iterable[Tensor], index: Mapping[int, int], group: int) -
             raise refusals.parameter_of_another_model(param, group, i)
         found.append(index[id(param)])
     return found
-
-
-def _check_dependence(loss: Tensor, weights: Sequence[Tensor]) -> None:
-    """Refuse a loss that depends on none of the weights, inside or outside the optimizer."""
-    sources = [w for w in weights if w.requires_grad]
-    reached = torch.autograd.grad(loss, sources, retain_graph=True, allow_unused=True)
-    if all(grad is None for grad in reached):
-        raise refusals.loss_of_other_weights()
 
 
 def _from_callback(grads: Any, count: int) -> tuple[Tensor | None, ...]:

@@ -91,32 +91,6 @@ def wrong_number_of_params(found: int, needed: int) -> InnerLoopError:
     )
 
 
-def loss_not_a_scalar(loss: Any) -> InnerLoopError:
-    found = repr(loss)
-    if isinstance(loss, Tensor):
-        kind = "complex tensor" if loss.is_complex() else "tensor"
-        found = f"a {kind} of shape {tuple(loss.shape)}"
-    return InnerLoopError(
-        four_part(
-            f"You gave {found} as the loss.",
-            "a real tensor with one value.",
-            "the inner gradient is that of a scalar.",
-            "loss.mean() or loss.sum().",
-        )
-    )
-
-
-def loss_without_graph() -> RequirementError:
-    return RequirementError(
-        four_part(
-            "You gave a loss that does not require grad.",
-            "a loss that depends on the model's weights through differentiable operations.",
-            "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
-            "loss = loss_fn(fmodel(x), y) with the patched model and gradients enabled.",
-        )
-    )
-
-
 def loss_of_other_weights() -> RequirementError:
     return RequirementError(
         four_part(

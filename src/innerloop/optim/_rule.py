@@ -370,9 +370,11 @@ def _updated_alone(
 ) -> Tensor:
     """One parameter after an update that keeps no state."""
     _check_gradient(param, grad)
-    packed = Packed(real(param), real(grad), {}, hyper, options, _unchanged)
-    new = family.update(packed)[0]
-    return new if new.dtype == param.dtype and new.shape == param.shape else unpack(new, [param])[0]
+    if param.is_complex() or param.dim() == 0:
+        packed = Packed(real(param), real(grad), {}, hyper, options, _unchanged)
+        return unpack(family.update(packed)[0], [param])[0]
+    packed = Packed(param, grad, {}, hyper, options, _unchanged)
+    return family.update(packed)[0].to(param.dtype)
 
 
 def _unchanged(value: Any) -> Any:
