@@ -13,19 +13,20 @@ import innerloop as il
 import innerloop.compat.higher
 from problems import Net, flat, regression, relative_error, sgd, trained
 
-# Every name that the modules of higher 0.2.1 define; their imports of torch and of the standard
-# library are left out.
+# Every name that the modules of higher 0.2.1 have, the aliases of their imports too.
 NAMES = {
     "higher": [
-        "create_diff_optim", "get_diff_optim", "innerloop_ctx", "monkeypatch", "optim", "patch",
-        "register_optim", "utils",
+        "__all__", "_contextmanager", "_torch", "_typing", "create_diff_optim", "get_diff_optim",
+        "innerloop_ctx", "monkeypatch", "optim", "patch", "register_optim", "utils",
     ],
     "higher.patch": [
+        "_OrderedDict", "_abc", "_contextmanager", "_torch", "_typing", "_warnings", "_weakref",
         "_BufferType", "_EncapsulatorType", "_MonkeyPatchBase", "_ParameterPlaceholder",
         "_internal_attrs", "_make_functional", "_modify_internally", "_patched_parameters",
         "_update_patched_params", "_utils", "buffer_sync", "make_functional", "monkeypatch",
     ],
     "higher.optim": [
+        "_abc", "_collections", "_copy", "_math", "_torch", "_typing", "_warnings",
         "DifferentiableASGD", "DifferentiableAdadelta", "DifferentiableAdagrad",
         "DifferentiableAdam", "DifferentiableAdamax", "DifferentiableOptimizer",
         "DifferentiableRMSprop", "DifferentiableRprop", "DifferentiableSGD", "_GradCallbackType",
@@ -35,8 +36,9 @@ NAMES = {
         "get_diff_optim", "get_trainable_opt_params", "register_optim",
     ],
     "higher.utils": [
-        "_T", "_U", "_copy_tensor", "_find_param_in_list", "_get_param_mapping", "_is_container",
-        "_recursive_copy_and_cast", "_recursive_map", "flatten", "get_func_params",
+        "_T", "_U", "_torch", "_typing", "_copy_tensor", "_find_param_in_list",
+        "_get_param_mapping", "_is_container", "_recursive_copy_and_cast",
+        "_recursive_map", "flatten", "get_func_params",
     ],
 }  # fmt: skip
 
@@ -44,7 +46,8 @@ NAMES = {
 SIGNATURES = {
     "higher.innerloop_ctx": "model opt device=None copy_initial_weights=True override=None"
     " track_higher_grads=True",
-    "higher.monkeypatch": "module device=None copy_initial_weights=True track_higher_grads=True",
+    "higher.monkeypatch": "module device=None copy_initial_weights=True track_higher_grads=True"
+    " in_place=False",
     "higher.get_diff_optim": "opt reference_params fmodel=None device=None override=None"
     " track_higher_grads=True",
     "higher.create_diff_optim": "opt_type opt_kwargs=None params=None fmodel=None device=None"
@@ -91,6 +94,15 @@ def higher(no_higher):
 def test_every_name_is_there(higher, module):
     mirror = importlib.import_module(module)
     assert [name for name in NAMES[module] if not hasattr(mirror, name)] == []
+
+
+def test_aliases_are_what_higher_imports_under_them(higher):
+    assert higher.optim._torch is higher.patch._torch is higher.utils._torch is torch
+    assert higher.patch._OrderedDict is collections.OrderedDict
+    assert higher.optim._collections is collections
+    names: dict = {}
+    exec("from higher import *", names)
+    assert [name for name in names if not name.startswith("__")] == ["innerloop_ctx"]
 
 
 @pytest.mark.parametrize("path", SIGNATURES)

@@ -1056,3 +1056,201 @@ def test_c_zero_grad_is_a_harmless_no_op(higher):
     expected = torch.autograd.grad(query(adapted), list(net.parameters()))
     assert relative_error(flat(actual), flat(expected)) < 1e-12
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), kept, strict=True))
+
+
+# a loss that is NaN
+
+
+def test_c_a_loss_that_is_nan_steps_on(higher):
+    net, loss = Net(), regression()
+    with higher.innerloop_ctx(net, sgd(net.parameters())) as (fnet, diffopt):
+        diffopt.step(loss(fnet) * torch.nan)
+        assert all(p.isnan().all() for p in fnet.parameters())
+        diffopt.step(loss(fnet))
+    assert len(fnet._fast_params) == 3
+
+
+# parameters that the inner optimizer does not move
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_c_unmoved_parameters_get_their_grad_on_the_patched_model(higher, track):
+    net, loss, query = Net(), regression(), regression()
+    with higher.innerloop_ctx(net, sgd(net.last.parameters()), track_higher_grads=track) as (
+        fnet,
+        diffopt,
+    ):
+        body = list(fnet.first.parameters())
+        for _ in range(3):
+            diffopt.step(loss(fnet))
+        query(fnet).backward()
+        unmoved = list(fnet.first.parameters())
+    assert all(p.grad is not None for p in unmoved)
+    assert all(p is q for p, q in zip(unmoved, body, strict=True))
+
+    start = [p.detach().clone().requires_grad_() for p in net.parameters()]
+    head = start[2:]
+    for _ in range(3):
+        named = dict(zip(dict(net.named_parameters()), [*start[:2], *head], strict=True))
+        value = loss(lambda x, named=named: functional_call(net, named, (x,)))
+        grads = torch.autograd.grad(value, head, create_graph=track)
+        head = [p - 0.1 * g for p, g in zip(head, grads, strict=True)]
+        if not track:
+            head = [p.detach().requires_grad_() for p in head]
+    named = dict(zip(dict(net.named_parameters()), [*start[:2], *head], strict=True))
+    value = query(lambda x: functional_call(net, named, (x,)))
+    expected = torch.autograd.grad(value, start[:2])
+    assert relative_error(flat(p.grad for p in unmoved), flat(expected)) < 1e-12
+
+
+def test_c_a_callback_sees_partial_derivatives_of_unmoved_parameters(higher):
+    """Not the total ones, which follow the path through the parameters that have moved."""
+    net, loss = Net(), regression()
+    seen = []
+
+    def callback(grads):
+        seen.append(grads)
+        return grads
+
+    fnet = higher.monkeypatch(net)
+    diffopt = higher.get_diff_optim(
+        sgd(net.last.parameters()), net.parameters(), fmodel=fnet, grad_callback=callback
+    )
+    for _ in range(3):
+        weights = [p.detach().requires_grad_() for p in fnet.parameters()]
+        named = dict(zip(dict(net.named_parameters()), weights, strict=True))
+        value = loss(lambda x, named=named: functional_call(net, named, (x,)))
+        diffopt.step(loss(fnet))
+        expected = torch.autograd.grad(value, weights)
+        assert relative_error(flat(seen[-1]), flat(expected)) < 1e-12
+
+
+# test mode from the model's own weights
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(2, 1)
+        self.unused = nn.Linear(2, 1)
+        self.outside = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(x) + self.outside(x)
+
+
+def test_c_test_mode_leaves_no_parameter_connected_to_the_model(higher):
+    """Neither those that the loss does not use, nor those outside the optimizer."""
+    net, x = TwoHeads(), torch.randn(4, 2)
+    inner_opt = sgd([*net.used.parameters(), *net.unused.parameters()])
+    with higher.innerloop_ctx(
+        net, inner_opt, copy_initial_weights=False, track_higher_grads=False
+    ) as (fnet, diffopt):
+        for _ in range(2):
+            diffopt.step(fnet(x).square().mean())
+            assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
+        (fnet(x).square().mean() + fnet.unused(x).square().mean()).backward()
+    assert all(p.grad is None for p in net.parameters())
+    assert all(p.grad is not None for p in fnet.parameters())
+    assert all(p.is_leaf for p in diffopt.param_groups[0]["params"])
+
+
+# the state, detached in place
+
+
+@pytest.mark.parametrize("sizes", ["one_parameter", "several"])
+def test_c_momentum_is_detached_in_place_after_every_step(higher, sizes):
+    net = nn.Linear(2, 1, bias=sizes == "several")
+    x = torch.randn(4, 2)
+    inner_opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with higher.innerloop_ctx(net, inner_opt, copy_initial_weights=False) as (fnet, diffopt):
+        for _ in range(3):
+            diffopt.step(fnet(x).square().mean())
+            for i in range(len(fnet.fast_params)):
+                diffopt.state[0][i]["momentum_buffer"].detach_()
+        actual = torch.autograd.grad(fnet(x).square().mean(), list(net.parameters()))
+
+    params = dict(net.named_parameters())
+    buffers = {name: 0.0 for name in params}
+    for _ in range(3):
+        value = functional_call(net, params, (x,)).square().mean()
+        grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+        buffers = {n: 0.9 * buffers[n] + g for n, g in zip(params, grads, strict=True)}
+        params = {n: p - 0.1 * buffers[n] for n, p in params.items()}
+        buffers = {n: b.detach() for n, b in buffers.items()}
+    value = functional_call(net, params, (x,)).square().mean()
+    expected = torch.autograd.grad(value, list(net.parameters()))
+    assert relative_error(flat(actual), flat(expected)) < 1e-12
+
+
+# model editors: monkeypatch(model, in_place=True)
+
+
+def test_c_patching_in_place_edits_the_models_own_weights(higher):
+    net, x = Net(), torch.randn(4, 2)
+    before = [p.detach().clone() for p in net.parameters()]
+    edited = higher.monkeypatch(net, in_place=True)
+    assert all(p is q for p, q in zip(edited.parameters(), net.parameters(), strict=True))
+    shift = torch.zeros(3, 2, requires_grad=True)
+    edited.update_params(
+        [p + shift if name == "first.weight" else p for name, p in edited.named_parameters()]
+    )
+    edited(x).square().mean().backward()
+    expected = torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
+    assert relative_error(flat(p.grad for p in net.parameters()), flat(expected)) < 1e-12
+    assert relative_error(shift.grad, expected[0]) < 1e-12
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+# settings that come back in their own type
+
+
+def test_c_learned_settings_go_back_in_their_own_type(higher):
+    net = Net()
+    inner_opt = torch.optim.SGD(net.parameters(), lr=1, momentum=0, weight_decay=0.5)
+    adam = torch.optim.Adam([{"params": [p]} for p in net.parameters()], betas=[0.9, 0.99])
+    for opt in (inner_opt, adam):
+        before = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in opt.param_groups
+        ]
+        learned = higher.optim.get_trainable_opt_params(opt)
+        higher.optim.apply_trainable_opt_params(opt, learned)
+        for group, kept in zip(opt.param_groups, before, strict=True):
+            for key, value in kept.items():
+                assert group[key] == value
+                assert type(group[key]) is type(value), key
+                if isinstance(value, list | tuple):
+                    assert [type(v) for v in group[key]] == [type(v) for v in value]
+
+
+@pytest.mark.parametrize("value", [True, torch.tensor(1.0)])
+def test_c_an_option_written_back_stays_a_boolean(higher, value):
+    inner_opt = torch.optim.SGD(Net().parameters(), lr=0.1, nesterov=False)
+    higher.optim.apply_trainable_opt_params(inner_opt, {"nesterov": [value], "lr": [1]})
+    assert inner_opt.param_groups[0]["nesterov"] is True
+    assert type(inner_opt.param_groups[0]["lr"]) is float
+
+
+# an optimizer prepared by Accelerate
+
+
+def test_c_an_optimizer_of_accelerate(higher):
+    accelerate = pytest.importorskip("accelerate")
+    net, loss, query = Net(), regression(), regression()
+    plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(plain)
+    assert type(wrapped) is not torch.optim.SGD
+    values = []
+    for inner_opt in (plain, wrapped):
+        with higher.innerloop_ctx(net, inner_opt, copy_initial_weights=False) as (fnet, diffopt):
+            for _ in range(3):
+                diffopt.step(loss(fnet))
+            values.append(flat(torch.autograd.grad(query(fnet), list(net.parameters()))))
+    assert torch.equal(*values)
+    learned = higher.optim.get_trainable_opt_params(wrapped)
+    learned["lr"] = [torch.tensor(0.3)]
+    higher.optim.apply_trainable_opt_params(wrapped, learned)
+    assert plain.param_groups[0]["lr"] == pytest.approx(0.3)
+    diffopt.write_to(wrapped)
+    assert plain.state[net.first.weight]["momentum_buffer"].shape == (3, 2)

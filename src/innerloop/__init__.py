@@ -15,14 +15,14 @@ from innerloop.backward import Remat as Remat
 from innerloop.backward import Tape as Tape
 from innerloop.backward import Truncated as Truncated
 from innerloop.diagnose import diagnose as diagnose
-from innerloop.eager.interface import apply_trainable_opt_params as apply_trainable_opt_params
 from innerloop.eager.interface import create_diff_optim as create_diff_optim
 from innerloop.eager.interface import get_diff_optim as get_diff_optim
-from innerloop.eager.interface import get_trainable_opt_params as get_trainable_opt_params
 from innerloop.eager.interface import innerloop_ctx as innerloop_ctx
 from innerloop.eager.interface import monkeypatch as monkeypatch
 from innerloop.eager.interface import register_optim as register_optim
 from innerloop.eager.optimizer import DifferentiableOptimizer as DifferentiableOptimizer
+from innerloop.eager.trainable import apply_trainable_opt_params as apply_trainable_opt_params
+from innerloop.eager.trainable import get_trainable_opt_params as get_trainable_opt_params
 from innerloop.errors import InnerLoopError as InnerLoopError
 from innerloop.errors import RequirementError as RequirementError
 from innerloop.inner_loop import InnerLoop as InnerLoop

@@ -49,7 +49,8 @@ def widened(x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """No part of an autocast region, as updates of ``torch.optim`` and losses are not."""
-    if torch.is_autocast_enabled(device.type):
+    # The meta device has no autocast, and asking for it is an error.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
     else:

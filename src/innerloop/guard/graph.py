@@ -34,7 +34,9 @@ def nodes(
             older.append(node)
             continue
         found.append(node)
-        stack.extend([following for following, _ in node.next_functions if following is not None])
+        for following, _ in node.next_functions:
+            if following is not None:
+                stack.append(following)
     return found, older
 
 

@@ -84,7 +84,7 @@ def guard(
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
     forward = graph.nodes([loss.grad_fn], ends, since)[0]
     kinds = {(type(node), node.name()) for node in forward}
-    norms = _NORMS.intersection(name for _, name in kinds)
+    norms = _NORMS.intersection([name for _, name in kinds])
     by_batch = bool(norms) and any(n.name() in norms and _by_batch(n) for n in forward)
     if by_batch:
         for node in {g.grad_fn: None for g in grads if g is not None and g.grad_fn is not None}:

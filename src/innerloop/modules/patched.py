@@ -1,19 +1,19 @@
-"""A patched model: a stand-in for a module whose weights move through time.
+"""The patched model: a stand-in for a module whose weights can be replaced at every step.
 
-What the user holds is a tree of *handles*. A handle reads like the module it stands for and always
-has the latest weights, also when somebody kept a reference to a submodule. A call goes to a
-*version*: a replica for the present weights that is never changed afterwards. Whatever a forward
-leaves behind to be run again during backward (activation checkpointing) therefore meets the weights
-of its own step.
+Users hold a tree of *handles*. A handle reads like the module it stands for and always has the
+latest weights, so a reference to a submodule never becomes stale. Calls run on a *version*: a
+replica for the present weights that keeps them afterwards. A forward that is recomputed during
+backward (activation checkpointing) therefore finds the weights of its own step.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ _NODE = "_innerloop"
 class Core:
     """The weights of one patched model: the present ones, their history, and the present version.
 
-    Handles own it; it refers to them weakly and to their dictionaries of weights strongly, so that
-    everything is freed as soon as the last handle and the last graph are.
+    Handles own the core. It refers to them weakly and to their dictionaries of weights strongly, so
+    that everything is freed with the last handle and the last graph.
     """
 
     def __init__(self, originals: Sequence[nn.Module], track: bool) -> None:
@@ -42,34 +42,27 @@ class Core:
         self.weights: list[Tensor] | None = None
         self.history: list[list[Tensor]] | None = None
         self.moved = False
-        self.task = _graph_task()
+        self.task = torch._C._current_graph_task_id()
         """The backward pass in which the weights moved last; -1 outside of any."""
         self.versions: dict[int, nn.Module] = {}
         self.handles: list[weakref.ref[nn.Module]] = []
         self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
+        """For each weight the dictionaries of parameters that hold it, with its names there."""
         self.special: dict[int, dict[str, Any]] = {}
+        """Attributes that refer into the module tree, by module."""
         self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
         self.param_index: dict[int, int] = {}
         self.buffers: dict[int, Tensor] = {}
 
-    def show(self, weights: Sequence[Tensor]) -> None:
+    def show(self, weights: list[Tensor]) -> None:
         """Make these the present weights."""
-        weights = list(weights)
         if len(weights) != len(self.places):
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {len(weights)} weights to a model that has {len(self.places)}.",
-                    "one tensor for each parameter, in the order of model.parameters().",
-                    "they are matched by position.",
-                    "list(fmodel.parameters()) with some entries replaced.",
-                )
-            )
-        if self.weights is not None and all(
-            a is b for a, b in zip(self.weights, weights, strict=True)
-        ):
-            return
-        self.moved = self.moved or self.weights is not None
-        self.task = _graph_task()
+            raise _wrong_number_of_weights(len(weights), len(self.places))
+        if self.weights is not None:
+            if all(map(operator.is_, weights, self.weights)):
+                return
+            self.moved = True
+        self.task = torch._C._current_graph_task_id()
         self.weights = weights
         for places, weight in zip(self.places, weights, strict=True):
             for owner, name in places:
@@ -80,9 +73,8 @@ class Core:
             if handle is not None:
                 self._rebind_special(i, vars(handle), self._handle_of)
 
-    def record(self, weights: Sequence[Tensor]) -> None:
+    def record(self, weights: list[Tensor]) -> None:
         """Make these the present weights, and a point in time."""
-        weights = list(weights)
         self.show(weights)
         if self.track and self.history is not None:
             self.history.append(weights)
@@ -91,35 +83,23 @@ class Core:
 
     def version(self, handle: nn.Module) -> nn.Module:
         """The replica of a handle for the present weights."""
-        node: Node = vars(handle)[_NODE]
-        version = self.versions.get(node.index)
-        if version is None:
-            if self.weights is None:
-                raise InnerLoopError(
-                    four_part(
-                        "You called a patched model that has no weights.",
-                        "weights for this call.",
-                        "it was made by make_functional, which gives it none of its own.",
-                        "fmodel(x, params=list_of_weights).",
-                    )
-                )
-            version = self._build(handle, node)
-        return version
-
-    def _build(self, handle: nn.Module, node: Node) -> nn.Module:
-        version = object.__new__(_version_class(type(handle)))
-        self.versions[node.index] = version
+        index = vars(handle)[_NODE].number
+        if index in self.versions:
+            return self.versions[index]
+        if self.weights is None:
+            raise _no_weights_to_call_with()
+        version = self.versions[index] = object.__new__(_version_class(type(handle)))
         attributes = dict(vars(handle))
-        attributes[_NODE] = self.handles[node.index]
+        attributes[_NODE] = self.handles[index]
         attributes["_parameters"] = dict(attributes["_parameters"])
-        attributes["_modules"] = {
-            name: self.version(child) if isinstance(child, Patched) else child
-            for name, child in attributes["_modules"].items()
-        }
+        children = attributes["_modules"] = dict(attributes["_modules"])
+        for name, child in children.items():
+            if isinstance(child, Patched):
+                children[name] = self.version(child)
         object.__setattr__(version, "__dict__", attributes)
-        if node.index in self.special:
-            self._rebind_special(node.index, attributes, self._version_of)
-        for name, key, hook in self.special_hooks.get(node.index, ()):
+        if index in self.special:
+            self._rebind_special(index, attributes, self._version_of)
+        for name, key, hook in self.special_hooks.get(index, ()):
             if key in attributes[name]:
                 attributes[name] = attributes[name].copy()
                 attributes[name][key] = Rebinder(self._version_of, self._tensor_of)(hook)
@@ -147,16 +127,15 @@ class Core:
         return self.weights[position]
 
 
-class Node:
-    """What a handle knows of itself: the core it belongs to and its number in the tree."""
+class Node(NamedTuple):
+    """A handle's place: the core it belongs to and its number in the module tree."""
 
-    def __init__(self, core: Core, index: int) -> None:
-        self.core = core
-        self.index = index
+    core: Core
+    number: int
 
 
 class Patched(nn.Module):
-    """Mixed into the class of every handle. The names below are those of the paper's library."""
+    """Mixin of the classes of handles. Its public names are those of the paper's library."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the hooks for subclasses of the user's classes from running for a handle."""
@@ -164,7 +143,7 @@ class Patched(nn.Module):
     @property
     def fast_params(self) -> list[Tensor] | None:
         """The present weights, one per parameter; ``None`` if the model has none of its own."""
-        return _core(self).weights
+        return self.__dict__[_NODE].core.weights
 
     @fast_params.setter
     def fast_params(self, value: Iterable[Tensor]) -> None:
@@ -175,12 +154,12 @@ class Patched(nn.Module):
         """The weights the model started from."""
         core = _core(self)
         if not core.track or not core.history:
-            raise InnerLoopError(_no_history("init_fast_params"))
+            raise _no_history("init_fast_params")
         return core.history[0]
 
     @property
     def _fast_params(self) -> list[list[Tensor]] | None:
-        return _core(self).history
+        return self.__dict__[_NODE].core.history
 
     @_fast_params.setter
     def _fast_params(self, value: list[list[Tensor]] | None) -> None:
@@ -197,56 +176,41 @@ class Patched(nn.Module):
     @track_higher_grads.setter
     def track_higher_grads(self, value: bool) -> None:
         if not isinstance(value, bool):
-            raise InnerLoopError(
-                four_part(
-                    f"You set track_higher_grads to {value!r}.",
-                    "True or False.",
-                    "it is a switch.",
-                    "fmodel.track_higher_grads = False.",
-                )
-            )
+            raise _not_a_switch(value)
         _core(self).track = value
 
     def update_params(self, params: Iterable[Tensor]) -> None:
         """Make these the present weights and remember them as the next point in time."""
-        _core(self).record(list(params))
+        self.__dict__[_NODE].core.record(list(params))
 
     def parameters(self, recurse: bool = True, time: int | None = None) -> Iterator[Any]:
         """The present weights, or those ``time`` updates after the start."""
-        core, index = _core(self), vars(self)[_NODE].index
+        core, index = vars(self)[_NODE]
         if index != 0:
             return super().parameters(recurse)
         if time is None or time == -1:
             if core.weights is None:
-                raise InnerLoopError(_no_history("parameters()"))
+                raise _no_history("parameters()")
             return iter(core.weights)
         if not core.track and time != 0:
-            raise InnerLoopError(_no_history(f"parameters(time={time})"))
+            raise _no_history(f"parameters(time={time})")
         history = core.history or []
         if not -len(history) <= time < len(history):
-            raise InnerLoopError(
-                four_part(
-                    f"You asked for parameters(time={time}).",
-                    f"a time from 0 to {len(history) - 1}.",
-                    f"the weights were updated {max(len(history) - 1, 0)} times.",
-                    "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
-                )
-            )
+            raise _no_such_time(time, len(history))
         return iter(history[time])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, _core(self), None, args, kwargs)
+        return _run(self, None, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with the present weights, without hooks."""
-        return _run(self, _core(self), "forward", args, kwargs)
+        return _run(self, "forward", args, kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        node: Node | None = vars(self).get(_NODE)
-        if node is None:
+        if _NODE not in vars(self):
             super().__setattr__(name, value)
             return
-        core = node.core
+        core, index = vars(self)[_NODE]
         if isinstance(value, Tensor) and name in self._parameters:
             position = _position(core, self._parameters, name)
             if position is not None and core.weights is not None:
@@ -255,7 +219,7 @@ class Patched(nn.Module):
                 core.record(weights)
                 return
         core.versions.clear()
-        core.special.get(node.index, {}).pop(name, None)
+        core.special.get(index, {}).pop(name, None)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -308,15 +272,6 @@ def _core(handle: nn.Module) -> Core:
     return vars(handle)[_NODE].core
 
 
-def _no_history(what: str) -> str:
-    return four_part(
-        f"You asked for {what}.",
-        "a patched model that keeps its history.",
-        "track_higher_grads is False or the model has no weights yet, so only the latest remain.",
-        "monkeypatch(model, track_higher_grads=True).",
-    )
-
-
 def _position(core: Core, owner: Any, name: str) -> int | None:
     for i, places in enumerate(core.places):
         if any(d is owner and n == name for d, n in places):
@@ -324,25 +279,14 @@ def _position(core: Core, owner: Any, name: str) -> int | None:
     return None
 
 
-def _graph_task() -> int:
-    return torch._C._current_graph_task_id()
-
-
-def _run(handle: nn.Module, core: Core, method: str | None, args: Any, kwargs: Any) -> Any:
-    if "params" in kwargs and not _takes_params(type(handle), vars(handle).get("forward")):
+def _run(handle: nn.Module, method: str | None, args: Any, kwargs: Any) -> Any:
+    core: Core = handle.__dict__[_NODE].core
+    if "params" in kwargs and not _takes_params(handle):
         params = kwargs.pop("params")
         if params is not None:
             core.show(list(params))
-    if core.moved and _graph_task() not in (-1, core.task):
-        raise InnerLoopError(
-            four_part(
-                "A patched model was called during a backward pass, after its weights had moved.",
-                "a recomputation that finds the weights of its own step.",
-                "torch.utils.checkpoint was given the patched model itself, which only knows the "
-                "latest weights.",
-                "torch.utils.checkpoint inside the model's forward, where this works.",
-            )
-        )
+    if core.moved and torch._C._current_graph_task_id() not in (-1, core.task):
+        raise _recomputed_from_outside()
     version = core.version(handle)
     called = version if method is None else getattr(version, method)
     if core.track:
@@ -358,14 +302,15 @@ def _class_takes_params(kind: type) -> bool:
     return "params" in inspect.signature(original(kind).forward).parameters
 
 
-def _takes_params(kind: type, own: Any) -> bool:
+def _takes_params(handle: nn.Module) -> bool:
     """Whether the model's forward has an argument of that name itself; then it is the model's."""
+    own = vars(handle).get("forward")
     if own is None:
-        return _class_takes_params(kind)
+        return _class_takes_params(type(handle))
     return "params" in inspect.signature(own).parameters
 
 
-# Classes. One of each kind for every class of the user's, made once. ----------------------------
+# Classes: one of handles and one of versions for each class of the user's. ----------------------
 
 
 @functools.cache
@@ -389,7 +334,7 @@ def _on_version(name: str, member: Any) -> Any:
 
 
 class Version(nn.Module):
-    """Mixed into the classes of a version: attributes its forward sets reach the handle."""
+    """Mixin of the classes of versions: attributes that a forward sets reach the handle."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """As in :class:`Patched`."""
@@ -400,8 +345,8 @@ class Version(nn.Module):
             handle = vars(self)[_NODE]()
             if handle is not None:
                 vars(handle)[name] = value
-                node: Node = vars(handle)[_NODE]
-                node.core.special.get(node.index, {}).pop(name, None)
+                core, index = vars(handle)[_NODE]
+                core.special.get(index, {}).pop(name, None)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -415,7 +360,7 @@ def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
     return derived(original(kind), Version, exact_methods(original(kind)))
 
 
-# Making one, and turning it back. ---------------------------------------------------------------
+# Patching a module, and the way back. -----------------------------------------------------------
 
 
 def patched(
@@ -426,23 +371,17 @@ def patched(
 ) -> Any:
     """Handles for a module tree, with these initial weights; ``None`` gives it none of its own.
 
-    ``originals`` are all modules of the tree, as :func:`survey` finds them.
+    ``originals`` are all modules of the tree, as :func:`innerloop.modules.functional.survey`
+    returns them.
     """
     if isinstance(originals[0], Patched):
-        raise InnerLoopError(
-            four_part(
-                "You patched a patched model.",
-                "a plain module.",
-                "a patched model already is a function of its weights.",
-                "monkeypatch(model), with the model it was made from.",
-            )
-        )
+        raise _patched_twice()
     if track and torch.is_grad_enabled():
         check_buffers(dict(originals[0].named_buffers()))
     own = parameters_of(originals)
     start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
     buffers = {
-        id(b): b.detach().clone() if device is None else b.detach().clone().to(device)
+        id(b): b.detach().clone().to(device)
         for m in originals
         for b in m._buffers.values()
         if b is not None
@@ -487,3 +426,85 @@ def _restored(module: nn.Module, track: bool) -> Any:
 def reference_params(fmodel: nn.Module) -> list[Tensor]:
     """The parameters of the module that a patched model stands for."""
     return parameters_of(_core(fmodel).originals)
+
+
+# Refusals. --------------------------------------------------------------------------------------
+
+
+def _wrong_number_of_weights(found: int, needed: int) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave {found} weights to a model that has {needed}.",
+            "one tensor for each parameter, in the order of model.parameters().",
+            "they are matched by position.",
+            "list(fmodel.parameters()) with some entries replaced.",
+        )
+    )
+
+
+def _no_weights_to_call_with() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "You called a patched model that has no weights.",
+            "weights for this call.",
+            "it was made by make_functional, which gives it none of its own.",
+            "fmodel(x, params=list_of_weights).",
+        )
+    )
+
+
+def _no_history(what: str) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You asked for {what}.",
+            "a patched model that keeps its history.",
+            "track_higher_grads is False or the model has no weights yet, so only the latest "
+            "remain.",
+            "monkeypatch(model, track_higher_grads=True).",
+        )
+    )
+
+
+def _no_such_time(time: int, count: int) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You asked for parameters(time={time}).",
+            f"a time from 0 to {count - 1}.",
+            f"the weights were updated {max(count - 1, 0)} times.",
+            "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
+        )
+    )
+
+
+def _not_a_switch(value: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You set track_higher_grads to {value!r}.",
+            "True or False.",
+            "it is a switch.",
+            "fmodel.track_higher_grads = False.",
+        )
+    )
+
+
+def _recomputed_from_outside() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "A patched model was called during a backward pass, after its weights had moved.",
+            "a recomputation that finds the weights of its own step.",
+            "torch.utils.checkpoint was given the patched model itself, which only knows the "
+            "latest weights.",
+            "torch.utils.checkpoint inside the model's forward, where this works.",
+        )
+    )
+
+
+def _patched_twice() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "You patched a patched model.",
+            "a plain module.",
+            "a patched model already is a function of its weights.",
+            "monkeypatch(model), with the model it was made from.",
+        )
+    )

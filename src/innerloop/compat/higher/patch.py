@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import abc as _abc  # noqa: F401
+import typing as _typing  # noqa: F401
+import warnings as _warnings  # noqa: F401
+import weakref as _weakref  # noqa: F401
+from collections import OrderedDict as _OrderedDict  # noqa: F401
+from collections.abc import Callable as _Callable
+from collections.abc import Iterator as _Iterator
+from contextlib import contextmanager as _contextmanager
+from typing import Any as _Any
 
-import torch
-from torch import Tensor, nn
+import torch as _torch
+from torch import Tensor as _Tensor
+from torch import nn as _nn
 
 from innerloop.compat.higher import utils as _utils
 from innerloop.eager.interface import monkeypatch as monkeypatch
-from innerloop.modules.patched import Patched
+from innerloop.modules.patched import Patched as _Patched
 from innerloop.modules.patched import patched as _patched_module
 from innerloop.modules.tree import survey as _survey
 from innerloop.modules.tree import unwrapped as _unwrapped
 
-_MonkeyPatchBase = Patched
+_MonkeyPatchBase = _Patched
 _internal_attrs = {
     *("_backend", "_parameters", "_buffers", "_backward_hooks", "_forward_hooks"),
     *("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_modules"),
 }
-_BufferType = dict[str, Tensor | None]
-_EncapsulatorType = Callable[[Any, nn.Module], None] | None
+_BufferType = dict[str, _Tensor | None]
+_EncapsulatorType = _Callable[[_Any, _nn.Module], None] | None
 
 
-def make_functional(module: nn.Module, encapsulator: _EncapsulatorType = None) -> Any:
+def make_functional(module: _nn.Module, encapsulator: _EncapsulatorType = None) -> _Any:
     """A patched module without weights of its own; give them as ``fmodule(x, params=...)``."""
     fmodule = _patched_module(_survey(module), None)
     if encapsulator is not None:
@@ -34,13 +41,13 @@ def make_functional(module: nn.Module, encapsulator: _EncapsulatorType = None) -
 
 
 def buffer_sync(
-    module: nn.Module, fmodule: nn.Module, device: torch.device | str | None = None
+    module: _nn.Module, fmodule: _nn.Module, device: _torch.device | str | None = None
 ) -> None:
     """Copy the buffers of ``module`` into ``fmodule``, once."""
     module = _unwrapped(module)
     for name, buffer in module._buffers.items():
         fmodule._buffers[name] = (
-            _utils._copy_tensor(buffer, True, device) if isinstance(buffer, Tensor) else buffer
+            _utils._copy_tensor(buffer, True, device) if isinstance(buffer, _Tensor) else buffer
         )
     for name, child in module._modules.items():
         if name not in fmodule._modules:
@@ -50,24 +57,26 @@ def buffer_sync(
             buffer_sync(child, other, device)
 
 
-def _patched_parameters(self: Any, recurse: bool = True, time: int | None = None) -> Iterator[Any]:
+def _patched_parameters(
+    self: _Any, recurse: bool = True, time: int | None = None
+) -> _Iterator[_Any]:
     return self.parameters(recurse, time)
 
 
-def _update_patched_params(fmodule: Any, params_box: Any, params_offset: int) -> int:
+def _update_patched_params(fmodule: _Any, params_box: _Any, params_offset: int) -> int:
     fmodule.update_params(params_box[0][params_offset:])
     return len(params_box[0])
 
 
 def _make_functional(
-    module: nn.Module, params_box: Any, params_offset: int, root_patched: Any = None
-) -> tuple[int, Any, type]:
+    module: _nn.Module, params_box: _Any, params_offset: int, root_patched: _Any = None
+) -> tuple[int, _Any, type]:
     fmodule = make_functional(module)
     return params_offset + len(list(module.parameters())), fmodule, type(fmodule)
 
 
-@contextmanager
-def _modify_internally(fmodule: nn.Module) -> Iterator[None]:
+@_contextmanager
+def _modify_internally(fmodule: _nn.Module) -> _Iterator[None]:
     yield
 
 

@@ -1,0 +1,135 @@
+"""Differentiable versions of torch's optimizers, by the rules of :mod:`innerloop.optim`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from innerloop import optim
+from innerloop.eager import refusals
+from innerloop.eager.optimizer import DifferentiableOptimizer, copy_state, grouped_state
+from innerloop.optim.blocks import (
+    OptState,
+    plain_settings,
+    unpacked,
+    write_settings,
+    write_state,
+)
+from innerloop.optim.convert import family_of
+from innerloop.optim.family import Family
+from innerloop.optim.rule import Rule, step
+from innerloop.optim.settings import check_name, check_value
+
+
+class RuleOptimizer(DifferentiableOptimizer):
+    """A differentiable optimizer by one of the rules of :mod:`innerloop.optim`.
+
+    ``state`` can be read and written as a list over groups of dictionaries. The rule keeps its own
+    packed form; each form is made from the other when it is asked for.
+    """
+
+    family: Family
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._packed: OptState | None = None
+        self._open: list[Any] | None = None
+        super().__init__(*args, **kwargs)
+
+    def _start(self, other: torch.optim.Optimizer) -> None:
+        if self.family.layout == "whole":
+            raise refusals.loss_evaluated_again(self.family.name)
+        flat = [other.state.get(p) for group in other.param_groups for p in group["params"]]
+        self._set_flat_state([copy_state(slots, self._device) for slots in flat])
+
+    @property
+    def state(self) -> list[Any]:  # type: ignore[override]
+        """For each group a dictionary by position in it, of each parameter's state."""
+        if self._open is None:
+            assert self._packed is not None
+            params = [p for group in self.param_groups for p in group["params"]]
+            flat = [
+                {name: _independent(value) for name, value in slots.items()}
+                for slots in unpacked(self.family, params, self._packed)
+            ]
+            self._open = grouped_state(flat, [len(group["params"]) for group in self.param_groups])
+            self._packed = None
+        return self._open
+
+    @state.setter
+    def state(self, value: list[Any]) -> None:
+        self._open, self._packed = value, None
+
+    def _update(self, grouped_grads: list[list[Tensor | None]], **kwargs: Any) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor | None] = []
+        sizes = []
+        for group, group_grads in zip(self.param_groups, grouped_grads, strict=True):
+            params += group["params"]
+            grads += group_grads
+            sizes.append(len(group_grads))
+        if self._packed is None:
+            warm = tuple(self.family.read(dict(slots)) for slots in self._flat_state())
+            rule = Rule(self.family, tuple(self.param_groups), tuple(sizes), warm)
+            self._packed, self._open = rule.init(params), None
+        new, self._packed = step(self.family, self.param_groups, sizes, params, grads, self._packed)
+        start = 0
+        for group, size in zip(self.param_groups, sizes, strict=True):
+            group["params"] = new[start : start + size]
+            start += size
+
+    def _check_override(self, name: str, values: Sequence[Any]) -> None:
+        check_name(self.family, name)
+        for group, value in zip(self.param_groups, values, strict=True):
+            check_value(self.family, name, value, [p.shape for p in group["params"]])
+
+    def _arity(self, name: str) -> int:
+        return self.family.settings.get(name, 1)
+
+    def write_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put state and settings into an ordinary optimizer, as numbers where it has numbers."""
+        optimizer = unwrapped_optimizer(optimizer)
+        self._check_sizes(optimizer)
+        if class_for(type(optimizer)) is not type(self):
+            raise refusals.target_of_another_kind(self.family.name, optimizer)
+        settings = plain_settings(self.family, self.param_groups)
+        write_state(self.family, optimizer, self._flat_state())
+        write_settings(optimizer, settings)
+
+
+def _independent(value: Any) -> Any:
+    """A tensor that is no view: users detach state in place, which torch refuses for views."""
+    return value.clone() if isinstance(value, Tensor) and value._is_view() else value
+
+
+def _class_of(family: Family) -> type[RuleOptimizer]:
+    doc = f"A differentiable ``torch.optim.{family.name}``; see :class:`RuleOptimizer`."
+    name = f"Differentiable{family.name}"
+    return type(name, (RuleOptimizer,), {"family": family, "__doc__": doc, "__module__": __name__})
+
+
+BY_CLASS: dict[type[torch.optim.Optimizer], type[DifferentiableOptimizer]] = {
+    kind: _class_of(family) for kind, family in optim.FAMILIES.items()
+}
+"""The differentiable optimizer of each ``torch.optim`` class; ``register_optim`` adds to it."""
+
+
+def class_for(kind: type[torch.optim.Optimizer]) -> type[DifferentiableOptimizer]:
+    """The differentiable class for an optimizer class, or for the one whose step it inherits."""
+    if kind in BY_CLASS:
+        return BY_CLASS[kind]
+    for base in kind.__mro__:
+        if base in BY_CLASS and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
+            return BY_CLASS[base]
+    return BY_CLASS[family_of(kind, optim.FAMILIES).torch_class]
+
+
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's wrapper, which adds gradient accumulation and scaling."""
+    # By name: Accelerate need not be installed.
+    while any(base.__module__ == "accelerate.optimizer" for base in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
