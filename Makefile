@@ -4,15 +4,17 @@ TORCH ?= 2.13.0
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+export LONG_RUNS ?= $(HOME)/innerloop-long-runs
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-eager bench-memory docs format clean
+.PHONY: help demo test bench bench-eager bench-memory docs format clean \
+	long-runs long-runs-status long-runs-pause long-runs-resume long-runs-stop
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## the README's example, then few-shot learning: pictures in out/demo (two minutes)
 	rm -rf out/demo
@@ -34,6 +36,21 @@ bench-eager: ## time innerloop_ctx against higher (some minutes)
 
 bench-memory: ## memory and time over inner steps, against higher (an hour or two)
 	$(PYTHON) benchmarks/memory.py
+
+long-runs: $(LONG_RUNS)/venv.stamp ## start or continue the queue of long runs, in the background
+	$(PYTHON) benchmarks/long_runs.py start
+
+long-runs-status: ## what each long run has reached; writes it to benchmarks/results
+	@$(PYTHON) benchmarks/long_runs.py status
+
+long-runs-pause: ## suspend them, while something is timed
+	@$(PYTHON) benchmarks/long_runs.py pause
+
+long-runs-resume: ## let them go on
+	@$(PYTHON) benchmarks/long_runs.py resume
+
+long-runs-stop: ## end them after a checkpoint; make long-runs continues
+	@$(PYTHON) benchmarks/long_runs.py stop
 
 docs: $(VENV)/dev.stamp ## show the documentation at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -66,4 +83,12 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# An environment of the long runs' own: they go on with the same torch while .venv changes.
+# innerloop itself comes from their clone; what is installed here are its dependencies.
+$(LONG_RUNS)/venv.stamp:
+	$(PYTHON) -m venv --clear $(LONG_RUNS)/venv
+	$(LONG_RUNS)/venv/bin/python -m pip install --disable-pip-version-check torch==$(TORCH)
+	$(LONG_RUNS)/venv/bin/python -m pip install --disable-pip-version-check '.[experiments]'
 	@touch $@

@@ -32,9 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send_error(416)
         self.send_response(206 if asked else 200)
         if asked:
-            first = start + server.shift
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        body = content[start:]
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        body = content[start + server.shift :] if asked else content
         if server.lengths:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -116,8 +115,10 @@ def test_a_server_without_ranges_starts_again(get, server):
     assert get().read_bytes() == CONTENT
 
 
-def test_a_server_that_sends_another_range_starts_again(get, server):
+def test_a_server_that_sends_another_range_is_noticed_by_the_checksum(get, server, tmp_path):
     server.shift, server.cuts = 5, [1000]
+    with pytest.raises(InnerLoopError, match=r"MD5 checksum.*deleted"):
+        get()
     assert get().read_bytes() == CONTENT
 
 

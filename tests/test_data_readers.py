@@ -5,14 +5,13 @@ import io
 import json
 import os
 import pickle
+import random
 import tarfile
 import zipfile
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 import datasets
@@ -20,8 +19,8 @@ from datasets import REAL, needs_real
 from hostile import TIMES, TRIED
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
-from innerloop.data._archive import ENDINGS
-from innerloop.data._pickles import nesting
+from innerloop.data.archive import ENDINGS
+from innerloop.data.pickles import nesting
 from innerloop.errors import InnerLoopError
 
 SPLITS = (3, 1, 2)
@@ -36,19 +35,16 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def write_omniglot(root, write):
+def write_omniglot(root, ending=".zip"):
     for part, characters in (("images_background", 4), ("images_evaluation", 2)):
         files = datasets.omniglot_files(part, characters)
-        if write == "zip":
-            datasets.write_zip(root / f"{part}.zip", files)
-        else:
-            datasets.write_folder(root, files)
+        datasets.write(root / f"{part}{ending}" if ending else root, files)
 
 
 @pytest.mark.parametrize("place", ["", "omniglot", "omniglot/python"])
-@pytest.mark.parametrize("write", ["zip", "folder"])
-def test_omniglot_layouts(tmp_path, write, place):
-    write_omniglot(tmp_path / "data" / place, write)
+@pytest.mark.parametrize("ending", [".zip", ""])
+def test_omniglot_layouts(tmp_path, ending, place):
+    write_omniglot(tmp_path / "data" / place, ending)
     splits = load("omniglot", tmp_path / "data", splits=SPLITS)
     assert [len(images) for images in splits] == [12, 1, 2]
     assert splits.train.pixels.shape == (240, 1, 28, 28)
@@ -57,7 +53,7 @@ def test_omniglot_layouts(tmp_path, write, place):
 
 
 def test_omniglot_split_follows_the_seed(tmp_path):
-    write_omniglot(tmp_path, "zip")
+    write_omniglot(tmp_path)
     one, two = (omniglot(tmp_path, seed=1, splits=SPLITS, rotations=False) for _ in range(2))
     names = [name for images in one for name in images.names]
     assert len(set(names)) == 6 and names == [n for images in two for n in images.names]
@@ -66,13 +62,13 @@ def test_omniglot_split_follows_the_seed(tmp_path):
 
 
 def test_omniglot_with_too_few_characters(tmp_path):
-    write_omniglot(tmp_path, "zip")
-    with pytest.raises(InnerLoopError, match=r"6 characters.*need 1623"):
+    write_omniglot(tmp_path)
+    with pytest.raises(InnerLoopError, match=r"6 characters.*needs 1623"):
         omniglot(tmp_path)
 
 
 def test_omniglot_with_a_missing_drawing(tmp_path):
-    write_omniglot(tmp_path, "folder")
+    write_omniglot(tmp_path, ending="")
     next((tmp_path / "images_background").rglob("*.png")).unlink()
     with pytest.raises(InnerLoopError, match=r"images_background.*has 19 drawings, not 20"):
         omniglot(tmp_path, splits=SPLITS)
@@ -81,14 +77,14 @@ def test_omniglot_with_a_missing_drawing(tmp_path):
 def test_omniglot_with_one_part_twice(tmp_path):
     files = datasets.omniglot_files("images_background", 4)
     for part in ("images_background", "images_evaluation"):
-        datasets.write_zip(tmp_path / f"{part}.zip", files)
+        datasets.write(tmp_path / f"{part}.zip", files)
     with pytest.raises(InnerLoopError, match=r"in images_background.zip and again in images_eval"):
         omniglot(tmp_path, splits=SPLITS)
 
 
 @pytest.mark.parametrize("settings", [{"seed": 2**64}, {"splits": (3.0, 1, 2)}, {"splits": (3, 1)}])
 def test_omniglot_settings_without_a_meaning(tmp_path, settings):
-    write_omniglot(tmp_path, "zip")
+    write_omniglot(tmp_path)
     with pytest.raises(InnerLoopError, match=next(iter(settings))):
         omniglot(tmp_path, **{"splits": SPLITS, **settings})
 
@@ -96,7 +92,7 @@ def test_omniglot_settings_without_a_meaning(tmp_path, settings):
 @pytest.mark.parametrize("prefix", ["", "mini-imagenet/"])
 def test_mini_imagenet_zip(tmp_path, prefix):
     path = tmp_path / "mini-imagenet.zip"
-    datasets.write_zip(path, datasets.mini_imagenet_files(3, prefix))
+    datasets.write(path, datasets.mini_imagenet_files(3, prefix))
     for root in (tmp_path, path):
         splits = mini_imagenet(root)
         assert [images.pixels.shape for images in splits] == [(6, 3, 84, 84)] * 3
@@ -104,13 +100,13 @@ def test_mini_imagenet_zip(tmp_path, prefix):
 
 
 def test_mini_imagenet_folder(tmp_path):
-    datasets.write_folder(tmp_path / "mini-imagenet", datasets.mini_imagenet_files())
+    datasets.write(tmp_path / "mini-imagenet", datasets.mini_imagenet_files())
     assert len(load("mini-imagenet", tmp_path).train) == 2
     assert len(load("mini-imagenet", tmp_path / "mini-imagenet").train) == 2
 
 
 def listed_again(part, label):
-    """Adds a picture of train.csv, n00_0.jpg, to a class of some csv file."""
+    """Adds a image of train.csv, n00_0.jpg, to a class of some csv file."""
 
     def change(files):
         files[f"{part}.csv"] += f"\nn00_0.jpg,{label}".encode()
@@ -123,13 +119,13 @@ MINI_MISTAKES = {
     "in two classes": (listed_again("train", "n01"), "n00_0.jpg is in class 'n00'.* class 'n01'"),
     "twice in a class": (listed_again("train", "n00"), "n00_0.jpg is in class 'n00'.*again in"),
     "no csv": (lambda f: f.pop("val.csv"), "0 files named val.csv"),
-    "no picture": (lambda f: f.pop("images/n10_1.jpg"), "images/n10_1.jpg.*missing"),
+    "no image": (lambda f: f.pop("images/n10_1.jpg"), "images/n10_1.jpg.*missing"),
     "no label": (lambda f: f.update({"test.csv": b"filename,label\na.jpg"}), "line 2 of test.csv"),
     "other columns": (lambda f: f.update({"test.csv": b"a,b\n1,2"}), "lacks a filename"),
-    "empty csv": (lambda f: f.update({"test.csv": b""}), "test.csv lists no pictures"),
+    "empty csv": (lambda f: f.update({"test.csv": b""}), "test.csv lists no images"),
     "not text": (lambda f: f.update({"test.csv": b"\xff\xfe\x00"}), "test.csv: it cannot be read"),
     "same class": (lambda f: f.update({"val.csv": f["train.csv"]}), "'n00' is in train.csv and"),
-    "not a picture": (lambda f: f.update({"images/n00_0.jpg": b"hello"}), "n00_0.jpg: it cannot"),
+    "not a image": (lambda f: f.update({"images/n00_0.jpg": b"hello"}), "n00_0.jpg: it cannot"),
     "half": (
         lambda f: f.update({"images/n00_0.jpg": f["images/n00_0.jpg"][:400]}),
         "n00_0.jpg: it cannot be read",
@@ -142,14 +138,14 @@ def test_wrong_mini_imagenet(tmp_path, mistake):
     change, words = MINI_MISTAKES[mistake]
     files = datasets.mini_imagenet_files()
     change(files)
-    path = datasets.write_zip(tmp_path / "mini-imagenet.zip", files)
+    path = datasets.write(tmp_path / "mini-imagenet.zip", files)
     with pytest.raises(InnerLoopError, match=words) as caught:
         mini_imagenet(tmp_path)
     assert str(path) in str(caught.value)
 
 
 def test_folders(tmp_path):
-    datasets.write_folder(tmp_path / "cifar-fs", datasets.folder_files(size=32))
+    datasets.write(tmp_path / "cifar-fs", datasets.folder_files(size=32))
     (tmp_path / "cifar-fs" / "train" / ".DS_Store").write_bytes(b"junk")
     for splits in (load("cifar-fs", tmp_path), load("folder", tmp_path / "cifar-fs")):
         assert splits.train.pixels.shape == (6, 3, 32, 32)
@@ -160,10 +156,10 @@ def test_folders(tmp_path):
 
 def test_wrong_folders(tmp_path):
     files = datasets.folder_files()
-    datasets.write_folder(tmp_path / "a", {n: c for n, c in files.items() if "val" not in n})
-    with pytest.raises(InnerLoopError, match="no pictures in val/class"):
+    datasets.write(tmp_path / "a", {n: c for n, c in files.items() if "val" not in n})
+    with pytest.raises(InnerLoopError, match="no images in val/class"):
         folder(tmp_path / "a")
-    datasets.write_folder(tmp_path / "b", {**files, "test/x/1.png": datasets.picture(3, 20)})
+    datasets.write(tmp_path / "b", {**files, "test/x/1.png": datasets.image_file(3, 20)})
     with pytest.raises(InnerLoopError, match=r"test/x/1.png.*20 x 20.*size=32.*--size 32"):
         folder(tmp_path / "b")
     with pytest.raises(InnerLoopError, match="no such folder"):
@@ -175,27 +171,22 @@ def test_wrong_folders(tmp_path):
 FOLDER_MISTAKES = {
     "class in two splits": ("test/train_class0/0.png", "'train_class0' is in train/ and again in"),
     "class of classes": ("train/animals/dog/0.png", "'train/animals/dog/0.png' is not at train/cl"),
-    "no class": ("val/0.png", "'val/0.png' is not at val/class/picture"),
+    "no class": ("val/0.png", "'val/0.png' is not at val/class/image"),
     "second place": ("backup/train/x/0.png", r"in \./ and in \./backup/"),
     "other type": ("train/train_class0/0.bmp", "0.bmp' is neither PNG nor JPEG"),
-    "no pictures": ("train/notes/0.txt", "no pictures in train/notes/"),
-    "empty class": ("train/nothing/", "no pictures in train/nothing/"),
+    "no images": ("train/notes/0.txt", "no images in train/notes/"),
+    "empty class": ("train/nothing/", "no images in train/nothing/"),
 }
 
 
-@pytest.mark.parametrize("write", ["folder", "zip"])
+@pytest.mark.parametrize("ending", ["", ".zip"])
 @pytest.mark.parametrize("mistake", FOLDER_MISTAKES)
-def test_no_picture_of_a_folder_is_dropped_or_moved(tmp_path, mistake, write):
+def test_no_image_of_a_folder_is_dropped_or_moved(tmp_path, mistake, ending):
     name, words = FOLDER_MISTAKES[mistake]
-    files, path = datasets.folder_files(), tmp_path / "data"
-    if write == "zip":
-        path = datasets.write_zip(tmp_path / "data.zip", {**files, name: datasets.picture(5, 32)})
-    elif name.endswith("/"):
-        datasets.write_folder(path, files)
-        folder(path)  # the empty class is noticed though all else is in the cache
-        (path / name).mkdir()
-    else:
-        datasets.write_folder(path, {**files, name: datasets.picture(5, 32)})
+    path = tmp_path / f"data{ending}"
+    datasets.write(path, datasets.folder_files())
+    folder(path)  # so that all else is in the cache
+    datasets.write(path, {**datasets.folder_files(), name: datasets.image_file(5, 32)})
     with pytest.raises(InnerLoopError, match=words):
         folder(path)
 
@@ -203,14 +194,14 @@ def test_no_picture_of_a_folder_is_dropped_or_moved(tmp_path, mistake, write):
 def test_folders_around_and_beside_the_splits(tmp_path):
     files = {f"a/b/{name}": content for name, content in datasets.folder_files().items()}
     files |= {"a/b/logo.png": b"", "a/b/more/0.png": b"", "a/b/train/train_class0/notes.txt": b""}
-    files["a/b/train/test/0.png"] = datasets.picture(5, 32)  # a class that is called test
-    splits = folder(datasets.write_zip(tmp_path / "data.zip", files))
+    files["a/b/train/test/0.png"] = datasets.image_file(5, 32)  # a class that is called test
+    splits = folder(datasets.write(tmp_path / "data.zip", files))
     assert [len(images) for images in splits] == [4, 3, 3] and splits.train.names[0] == "test"
 
 
 @pytest.mark.parametrize("settings", [{"size": "8"}, {"size": 8.5}, {"size": 1025}, {"size": 0}])
 def test_a_size_that_is_none_is_refused(tmp_path, settings):
-    datasets.write_folder(tmp_path, datasets.folder_files())
+    datasets.write(tmp_path, datasets.folder_files())
     with pytest.raises(InnerLoopError, match=f"size={settings['size']!r}.*from 1 to 1024"):
         folder(tmp_path, **settings)
 
@@ -220,7 +211,7 @@ def test_grey_of_16_bits_is_scaled(tmp_path, channels):
     out = io.BytesIO()
     Image.fromarray(np.array([[0, 255], [32768, 65535]], dtype=np.uint16)).save(out, "PNG")
     files = datasets.folder_files(size=2) | {"train/train_class0/0.png": out.getvalue()}
-    datasets.write_folder(tmp_path, files)
+    datasets.write(tmp_path, files)
     pixels = folder(tmp_path, channels=channels).train.pixels
     assert pixels[0].tolist() == [[[0, 0], [128, 255]]] * channels
 
@@ -234,7 +225,7 @@ def test_what_is_transparent_is_white(tmp_path, mode):
     with Image.open(out) as written:
         assert written.has_transparency_data
     files = datasets.folder_files(size=4) | {"train/train_class0/0.png": out.getvalue()}
-    datasets.write_folder(tmp_path, files)
+    datasets.write(tmp_path, files)
     found = folder(tmp_path, channels=1).train.pixels[0, 0]
     if mode == "P":  # a palette has one transparent colour
         assert found.max() == 255
@@ -242,8 +233,8 @@ def test_what_is_transparent_is_white(tmp_path, mode):
         assert found.sum() == 12 * 255 and found[1:3, 1:3].sum() == 0
 
 
-def test_a_pipe_among_the_pictures_does_not_hang(tmp_path):
-    datasets.write_folder(tmp_path, datasets.folder_files())
+def test_a_pipe_among_the_images_does_not_hang(tmp_path):
+    datasets.write(tmp_path, datasets.folder_files())
     os.mkfifo(tmp_path / "train" / "train_class0" / "9.png")
     with pytest.raises(InnerLoopError, match="not a file"):
         folder(tmp_path)
@@ -251,14 +242,14 @@ def test_a_pipe_among_the_pictures_does_not_hang(tmp_path):
 
 @needs_links
 def test_a_link_in_a_circle_does_not_hang(tmp_path):
-    datasets.write_folder(tmp_path, datasets.folder_files())
+    datasets.write(tmp_path, datasets.folder_files())
     (tmp_path / "train" / "again").symlink_to(tmp_path, target_is_directory=True)
     assert len(folder(tmp_path).train) == 3
 
 
 @needs_links
 def test_two_folders_that_link_to_each_other_do_not_hang(tmp_path):
-    datasets.write_folder(tmp_path, datasets.folder_files())
+    datasets.write(tmp_path, datasets.folder_files())
     for name, other in (("one", "two"), ("two", "one")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "link").symlink_to(tmp_path / other, target_is_directory=True)
@@ -270,7 +261,7 @@ def test_classes_may_be_links(tmp_path):
     """All of them, to a folder beside the splits; and one to another class, which stays."""
     for name, content in datasets.folder_files().items():
         part, label, file = name.split("/")
-        datasets.write_folder(tmp_path / "all", {f"{label}/{file}": content})
+        datasets.write(tmp_path / "all", {f"{label}/{file}": content})
         (tmp_path / part).mkdir(exist_ok=True)
         if not (tmp_path / part / label).exists():
             (tmp_path / part / label).symlink_to(f"../all/{label}", target_is_directory=True)
@@ -285,21 +276,18 @@ def test_classes_may_be_links(tmp_path):
 
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_archives_of_the_folder_they_were_made_in(tmp_path, kind):
-    """``tar czf pictures.tar.gz -C pictures .`` writes names that begin with ``./``."""
+    """``tar czf images.tar.gz -C images .`` writes names that begin with ``./``."""
     files = {f"./{name}": content for name, content in datasets.folder_files().items()}
-    write = datasets.write_zip if kind == ".zip" else datasets.write_tar
-    path = write(tmp_path / f"pictures{kind}", files)
-    datasets.write_folder(tmp_path / "unpacked", files)
+    path = datasets.write(tmp_path / f"images{kind}", files)
+    datasets.write(tmp_path / "unpacked", files)
     assert torch.equal(folder(path).train.pixels, folder(tmp_path / "unpacked").train.pixels)
 
 
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_archives_are_found_whatever_they_are_packed_as(tmp_path, kind):
-    write = datasets.write_zip if kind == ".zip" else datasets.write_tar
-    write(tmp_path / f"cifar-10-python{kind}", datasets.cifar_files(1))
-    write(tmp_path / f"mini-imagenet{kind}", datasets.mini_imagenet_files())
-    for part, characters in (("images_background", 4), ("images_evaluation", 2)):
-        write(tmp_path / f"{part}{kind}", datasets.omniglot_files(part, characters))
+    datasets.write(tmp_path / f"cifar-10-python{kind}", datasets.cifar_files(1))
+    datasets.write(tmp_path / f"mini-imagenet{kind}", datasets.mini_imagenet_files())
+    write_omniglot(tmp_path, kind)
     assert len(cifar10(tmp_path).train.labels) == 5
     assert len(mini_imagenet(tmp_path).train) == 2
     assert len(omniglot(tmp_path, splits=SPLITS).test) == 2
@@ -307,44 +295,44 @@ def test_archives_are_found_whatever_they_are_packed_as(tmp_path, kind):
 
 def test_a_plain_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
     """Where one file ends, too: Python's reader takes that, or a broken header, for the end."""
-    path = datasets.write_tar(tmp_path / "pictures.tar", datasets.folder_files())
+    path = datasets.write(tmp_path / "images.tar", datasets.folder_files())
     content = path.read_bytes()
     with tarfile.open(path) as archive:
         ends = [*[member.offset for member in archive][1:], archive.offset]
     for end in [*ends, ends[3] + 100]:
         path.write_bytes(content[:end])
-        with pytest.raises(InnerLoopError, match=r"pictures.tar.*(cut off|unexpected end)"):
+        with pytest.raises(InnerLoopError, match=r"images.tar.*(cut off|unexpected end)"):
             folder(path)
     path.write_bytes(content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :])
-    with pytest.raises(InnerLoopError, match=r"pictures.tar.*damaged"):
+    with pytest.raises(InnerLoopError, match=r"images.tar.*damaged"):
         folder(path)
 
 
 def test_a_packed_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
-    plain = datasets.write_tar(tmp_path / "plain.tar", datasets.folder_files())
-    content, path = plain.read_bytes(), tmp_path / "pictures.tar.gz"
+    plain = datasets.write(tmp_path / "plain.tar", datasets.folder_files())
+    content, path = plain.read_bytes(), tmp_path / "images.tar.gz"
     with tarfile.open(plain) as archive:
         ends = [member.offset for member in archive]
     damaged = content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :]
     for tar in (content[: ends[3]], content[: ends[-1]], damaged):
         path.write_bytes(gzip.compress(tar))
-        with pytest.raises(InnerLoopError, match=r"pictures.tar.gz.*cut off or damaged"):
+        with pytest.raises(InnerLoopError, match=r"images.tar.gz.*cut off or damaged"):
             folder(path)
     packed = gzip.compress(content)
     path.write_bytes(packed[:-8] + bytes(4) + packed[-4:])  # another checksum
-    with pytest.raises(InnerLoopError, match=r"pictures.tar.gz.*CRC"):
+    with pytest.raises(InnerLoopError, match=r"images.tar.gz.*CRC"):
         folder(path)
     path.write_bytes(packed)
     assert len(folder(path).train)
 
 
 def test_cifar10_archive_and_folder(tmp_path):
-    files = datasets.cifar_files(pictures=4)
+    files = datasets.cifar_files(images=4)
     dotted = {f"./{name}": content for name, content in files.items()}
-    datasets.write_tar(tmp_path / "dotted/cifar-10-python.tar.gz", dotted)
+    datasets.write(tmp_path / "dotted/cifar-10-python.tar.gz", dotted)
     assert cifar10(tmp_path / "dotted").train.images.shape == (20, 3, 32, 32)
-    datasets.write_tar(tmp_path / "one/cifar10/cifar-10-python.tar.gz", files)
-    datasets.write_folder(tmp_path / "two", files)
+    datasets.write(tmp_path / "one/cifar10/cifar-10-python.tar.gz", files)
+    datasets.write(tmp_path / "two", files)
     one, two, inside = (cifar10(tmp_path / p) for p in ("one", "two", "two/cifar-10-batches-py"))
     assert one.train.images.shape == (20, 3, 32, 32) and one.test.labels.tolist() == [0, 1, 2, 3]
     assert torch.equal(one.train.images, two.train.images) and one.names == inside.names
@@ -364,7 +352,7 @@ def test_cifar10_as_python_2_wrote_it(tmp_path):
     )
     files = datasets.cifar_files()
     files["cifar-10-batches-py/test_batch"] = pickled
-    datasets.write_folder(tmp_path, files)
+    datasets.write(tmp_path, files)
     images, labels = cifar10(tmp_path).test
     assert images.flatten().tolist() == list(data) and labels.tolist() == [7]
 
@@ -381,10 +369,7 @@ def altered(**changes):
 
 CIFAR_MISTAKES = {
     "code": (pickle.dumps({b"data": Evil()}, protocol=2), r"posix.system|nt.system"),
-    "code by protocol 4": (
-        pickle.dumps({b"data": Evil()}, protocol=4),
-        "protocol=2",
-    ),
+    "code by protocol 4": (pickle.dumps({b"data": Evil()}, protocol=4), r"posix.system|nt.system"),
     "eval": (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.", "__builtin__.eval"),
     "other names": (pickle.dumps({b"data": io.BytesIO}, protocol=2), "_io.BytesIO"),
     "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "memo"),
@@ -395,7 +380,7 @@ CIFAR_MISTAKES = {
     "too few labels": (altered(labels=[1]), "for 1 labels"),
     "labels past the end": (altered(labels=[1, 10]), "from 0 to 9"),
     "no labels": (altered(labels=None), "no list 'labels'"),
-    "a list": (pickle.dumps([1], protocol=2), "a list where a dictionary"),
+    "a list": (pickle.dumps([1], protocol=2), "a list, not a dictionary"),
     "changing a stand-in": (b"\x80\x02cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb.", "cannot be"),
     "empty": (b"", "cannot be read"),
     "half": (altered()[:3000], "cannot be read"),
@@ -407,7 +392,7 @@ def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content, words = CIFAR_MISTAKES[mistake]
     files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_3": content}
-    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    datasets.write(tmp_path / "cifar-10-python.tar.gz", files)
     with pytest.raises(InnerLoopError, match=words) as caught:
         cifar10(tmp_path)
     assert "data_batch_3" in str(caught.value)
@@ -416,9 +401,9 @@ def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
 
 def test_objects_nested_without_end_are_refused(tmp_path):
     """Python would take the hash of the key by recursion, and crash."""
-    evil = b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x01s."
+    evil = b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."
     files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_1": evil}
-    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    datasets.write(tmp_path / "cifar-10-python.tar.gz", files)
     with pytest.raises(InnerLoopError, match="nested more than 200 deep"):
         cifar10(tmp_path)
 
@@ -437,7 +422,7 @@ def test_nesting():
 def test_cifar10_with_a_missing_file(tmp_path):
     files = datasets.cifar_files()
     del files["cifar-10-batches-py/data_batch_5"]
-    datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", files)
+    datasets.write(tmp_path / "cifar-10-python.tar.gz", files)
     with pytest.raises(InnerLoopError, match="lacks data_batch_5"):
         cifar10(tmp_path)
 
@@ -461,10 +446,8 @@ BAD_NAMES = {
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_unsafe_names_are_refused(tmp_path, name):
     inside = tmp_path / "inside"
-    datasets.write_zip(
-        inside / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"evil"}
-    )
-    datasets.write_tar(inside / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"evil"})
+    datasets.write(inside / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"evil"})
+    datasets.write(inside / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"evil"})
     for read in (mini_imagenet, cifar10):
         with pytest.raises(InnerLoopError, match=BAD_NAMES[name]):
             read(inside)
@@ -488,21 +471,21 @@ def test_links_and_giants_in_a_zip_are_refused(tmp_path, monkeypatch):
         archive.writestr(link, "/etc/passwd")
     with pytest.raises(InnerLoopError, match="link or a device"):
         mini_imagenet(tmp_path)
-    monkeypatch.setattr("innerloop.data._archive.LARGEST", 1000)
-    datasets.write_zip(path, {"images/zeros.jpg": bytes(1001)})
+    monkeypatch.setattr("innerloop.data.archive.LARGEST", 1000)
+    datasets.write(path, {"images/zeros.jpg": bytes(1001)})
     with pytest.raises(InnerLoopError, match="more than"):
         mini_imagenet(tmp_path)
 
 
-def test_a_picture_that_claims_to_be_huge_is_refused(tmp_path):
+def test_a_image_that_claims_to_be_huge_is_refused(tmp_path):
     import struct
     import zlib
 
     header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
-    bomb = datasets.picture(0)
+    bomb = datasets.image_file(0)
     bomb = bomb[:12] + header + struct.pack(">I", zlib.crc32(header)) + bomb[33:]
     files = {**datasets.folder_files(), "train/train_class0/0.png": bomb}
-    datasets.write_folder(tmp_path, files)
+    datasets.write(tmp_path, files)
     with pytest.raises(InnerLoopError, match=r"0\.png.*bomb"):
         folder(tmp_path)
 
@@ -518,28 +501,45 @@ def test_missing_data(tmp_path, read, monkeypatch):
         read()
 
 
-# Mutated archives: a clear error, or (where the change hit nothing that matters) the data.
-
-FUZZ = settings(
-    max_examples=150 * TIMES,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-MUTATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["set", "cut", "drop", "repeat"]), st.floats(0, 1), st.integers(0, 255)
-    ),
-    min_size=1,
-    max_size=6,
-)
+# Mutated files: a clear error, or (where the change hit nothing that matters) the data.
 
 
-def mutated(content: bytes, mutations) -> bytes:
-    for kind, where, value in mutations:
-        at = int(where * len(content))
+def mutable_archive(read, name, files):
+    def write(root):
+        path = datasets.write(root / name, files)
+        return path, lambda: read(path)
+
+    return write
+
+
+def mutable_file(read, files, name):
+    def write(root):
+        datasets.write(root, files)
+        return root / name, lambda: read(root)
+
+    return write
+
+
+MUTABLE = {
+    "zip": mutable_archive(mini_imagenet, "images.zip", datasets.mini_imagenet_files()),
+    "tar": mutable_archive(cifar10, "cifar.tar", datasets.cifar_files(1)),
+    "pickle": mutable_file(cifar10, datasets.cifar_files(1), "cifar-10-batches-py/test_batch"),
+    "png": mutable_file(folder, datasets.folder_files(), "train/train_class0/0.png"),
+    "jpeg": mutable_file(mini_imagenet, datasets.mini_imagenet_files(), "images/n00_0.jpg"),
+}
+
+
+def mutate(content: bytes, chance: random.Random) -> bytes:
+    """Change a few bytes, most of them near the ends: the middle is pixels."""
+    for _ in range(chance.randint(1, 4)):
+        end = len(content)
+        low, high = chance.choice([(0, 200), (end - 60, end), (0, end)])
+        at, value = chance.randint(max(low, 1), max(high, 1)), chance.randrange(256)
+        kind = chance.choice(["set", "set", "cut", "drop", "repeat"])
         if kind == "set":
-            content = content[:at] + bytes([value]) + content[at + 1 :]
+            content = content[: at - 1] + bytes([value]) + content[at:]
         elif kind == "cut":
-            content = content[: max(at, 1)]
+            content = content[:at]
         elif kind == "drop":
             content = content[:at] + content[at + value :]
         else:
@@ -547,59 +547,20 @@ def mutated(content: bytes, mutations) -> bytes:
     return content
 
 
-def survives(read, path, content):
-    TRIED["mutated archives"] += 1
-    path.write_bytes(content)
-    try:
-        read(path.parent)
-    except InnerLoopError as error:
-        assert str(path) in str(error)
-
-
-@FUZZ
-@given(MUTATIONS)
-def test_mutated_zips(tmp_path, mutations):
-    path = datasets.write_zip(tmp_path / "mini-imagenet.zip", datasets.mini_imagenet_files())
-    survives(mini_imagenet, path, mutated(path.read_bytes(), mutations))
-
-
-@FUZZ
-@given(MUTATIONS)
-def test_mutated_tars(tmp_path, mutations):
-    path = datasets.write_tar(tmp_path / "cifar-10-python.tar.gz", datasets.cifar_files(1))
-    survives(cifar10, path, mutated(path.read_bytes(), mutations))
-
-
-@FUZZ
-@given(MUTATIONS)
-def test_mutated_pickles(tmp_path, mutations):
-    folder = tmp_path / "cifar-10-batches-py"
-    if not folder.exists():
-        datasets.write_folder(tmp_path, datasets.cifar_files(1))
-    original = datasets.cifar_files(1)["cifar-10-batches-py/test_batch"]
-    # The interesting bytes lie before and after the pixels.
-    start, pixels, end = original[:200], original[200:-60], original[-60:]
-    half = len(mutations) // 2
-    changed = mutated(start, mutations[:half]) + pixels + mutated(end, mutations[half:])
-    survives(cifar10, folder / "test_batch", changed)
-
-
-@FUZZ
-@given(MUTATIONS, st.sampled_from(["PNG", "JPEG"]))
-def test_mutated_pictures(tmp_path, mutations, kind):
-    ending = {"PNG": "png", "JPEG": "jpg"}[kind]
-    files = {
-        f"{part}/{part}/1.{ending}": datasets.picture(9, 32, "RGB", kind)
-        for part in ("val", "test")
-    }
-    datasets.write_folder(tmp_path / kind, files)
-    path = tmp_path / kind / "train" / "a" / f"1.{ending}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(mutated(datasets.picture(9, 32, "RGB", kind), mutations))
-    try:
-        folder(tmp_path / kind, size=32)
-    except InnerLoopError as error:
-        assert str(path) in str(error)
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_mutated_files(tmp_path, kind):
+    path, read = MUTABLE[kind](tmp_path / "data")
+    original, accepted = path.read_bytes(), 0
+    for seed in range(150 * TIMES):
+        TRIED["mutated files"] += 1
+        path.write_bytes(mutate(original, random.Random(seed)))
+        try:
+            read()
+            accepted += 1
+        except InnerLoopError as error:
+            assert str(path) in str(error)
+    print(kind, accepted)
+    assert 0 < accepted < 75 * TIMES
 
 
 # The real files, where they are.
@@ -611,7 +572,7 @@ def test_a_slice_of_real_omniglot(tmp_path):
     for part in ("images_background", "images_evaluation"):
         with zipfile.ZipFile(REAL / f"omniglot/{part}.zip") as archive:
             names = [name for name in archive.namelist() if name.endswith(".png")][:400]
-            datasets.write_zip(tmp_path / f"{part}.zip", {n: archive.read(n) for n in names})
+            datasets.write(tmp_path / f"{part}.zip", {n: archive.read(n) for n in names})
     splits = omniglot(tmp_path, splits=(30, 4, 6))
     assert [len(images) for images in splits] == [120, 4, 6]
     assert 0.04 < splits.train.pixels.double().mean() / 255 < 0.16
@@ -642,12 +603,15 @@ def test_a_slice_of_real_mini_imagenet(tmp_path):
     with zipfile.ZipFile(REAL / "mini-imagenet/mini-imagenet.zip") as archive:
         for part in ("train", "val", "test"):
             head, *rows = archive.read(f"{part}.csv").decode().splitlines()
-            kept = rows[::50]
+            by_class = {}
+            for row in rows:
+                by_class.setdefault(row.split(",")[1], []).append(row)
+            kept = [row for listed in by_class.values() for row in listed[:2]]
             files[f"{part}.csv"] = "\n".join([head, *kept]).encode()
             for row in kept:
                 name = f"images/{row.split(',')[0]}"
                 files[name] = archive.read(name)
-    datasets.write_zip(tmp_path / "mini-imagenet.zip", files)
+    datasets.write(tmp_path / "mini-imagenet.zip", files)
     splits = load("mini-imagenet", tmp_path)
     assert [len(images) for images in splits] == [64, 16, 20]
     assert splits.train.pixels.shape == (128, 3, 84, 84)

@@ -13,7 +13,7 @@ from innerloop.errors import InnerLoopError
 
 
 def numbered(counts: list[int]) -> Images:
-    """Pictures of two pixels: the class, and the number within the class."""
+    """Images of two pixels: the class, and the number within the class."""
     by_class = {
         str(c): [torch.tensor([[[c, p]]], dtype=torch.uint8) for p in range(count)]
         for c, count in enumerate(counts)
@@ -54,7 +54,7 @@ def test_tasks_are_what_was_asked_for(counts, way, shot, query, tasks, seed):
         assert sorted(class_of) == list(range(way)) and len(set(class_of.values())) == way
 
 
-def test_every_class_and_every_picture_is_drawn_equally_often():
+def test_every_class_and_every_image_is_drawn_equally_often():
     images = numbered([4, 6, 4, 8])
     x = Sampler(images, way=2, shot=1, query=1, tasks=20_000).sample().support.x
     pairs = (255 * x).round().long().view(-1, 2)
@@ -107,7 +107,7 @@ def test_a_state_of_another_sampler_is_refused():
         Sampler(images, 3, 1, 2, 4).load_state_dict({})
 
 
-def test_a_state_of_other_pictures_is_refused():
+def test_a_state_of_other_images_is_refused():
     """As many, of the same shape: only their names or their pixels tell them apart."""
     images = numbered([5] * 8)
     state = Sampler(images, 3, 1, 2, 4).state_dict()
@@ -119,11 +119,11 @@ def test_a_state_of_other_pictures_is_refused():
     Sampler(numbered([5] * 8), 3, 1, 2, 4).load_state_dict(state)
 
 
-def test_every_picture_of_a_large_split_is_in_the_digest():
+def test_every_image_of_a_large_split_is_in_the_digest():
     images = Images.stack({"a": [torch.zeros(1, 300, 300, dtype=torch.uint8)] * 50})
-    for picture in (0, 17, 49):
+    for image in (0, 17, 49):
         other = Images(images.pixels.clone(), images.offsets, images.names)
-        other.pixels[picture] = 1
+        other.pixels[image] = 1
         assert other.digest != images.digest
 
 
@@ -197,7 +197,7 @@ def test_rotations_are_further_classes():
         numbered([1]).rotated()
 
 
-def test_selected_classes_keep_their_pictures():
+def test_selected_classes_keep_their_images():
     images = numbered([2, 3, 4]).select([2, 0])
     assert images.names == ("2", "0") and images.counts.tolist() == [4, 2]
     assert images.pixels[:, 0, 0, 0].tolist() == [2, 2, 2, 2, 0, 0]
@@ -242,9 +242,9 @@ def test_classes_that_are_no_numbers_of_classes_are_refused(classes):
         {"a": [torch.zeros(1, 2, 2)]},
         {"a": np.zeros((3, 1, 2, 2), dtype=np.uint8)},
     ],
-    ids=["no classes", "no pictures", "two sizes", "an empty class", "floats", "an array"],
+    ids=["no classes", "no images", "two sizes", "an empty class", "floats", "an array"],
 )
-def test_pictures_that_cannot_be_stacked_are_refused(by_class):
+def test_images_that_cannot_be_stacked_are_refused(by_class):
     with pytest.raises(InnerLoopError, match=r"stack\("):
         Images.stack(by_class)
 

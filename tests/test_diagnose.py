@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils import parametrizations
 
 import innerloop as il
 from inner_problems import PROBLEMS
@@ -62,6 +61,34 @@ class Parted(nn.Module):
 # Broken set-ups. --------------------------------------------------------------------------------
 
 
+class Broken(NamedTuple):
+    """The text of a report on one meta-parameter of a broken set-up."""
+
+    build: object
+    row: str
+    requirement: str
+    says: str
+    """A part of the problem, or of the error: the operation."""
+    where: str
+    """A part of the place: the line's code, or the module."""
+    write: str
+    reached: bool = False
+    """Whether a gradient arrives nevertheless, but a wrong one."""
+
+
+BROKEN = []
+FIRST = "model.0.weight"
+
+
+def broken(*expected, **options):
+    def add(build):
+        BROKEN.append(Broken(build, *expected, **options))
+        return build
+
+    return add
+
+
+@broken(FIRST, "IIIb", ".detach()", "predicted = ", "without .detach")
 def detach_in_the_loss():
     def loss(model, batch):
         predicted = model(batch[0]).detach()
@@ -70,6 +97,13 @@ def detach_in_the_loss():
     return loop(loss)
 
 
+@broken(
+    "model.0.body.0.weight",
+    "IIIb",
+    ".detach()",
+    "in model.0: return self.head(self.body(x).detach())",
+    "without .detach()",
+)
 def detach_in_the_model():
     class Cut(Parted):
         def forward(self, x):
@@ -78,6 +112,7 @@ def detach_in_the_model():
     return loop(model=nn.Sequential(Cut()))
 
 
+@broken(FIRST, "IIIb", ".detach()", "penalty = sum(p.detach()", "without .detach()", reached=True)
 def detach_on_the_parameters():
     def loss(model, batch):
         penalty = sum(p.detach().square().sum() for p in model.parameters())
@@ -86,6 +121,7 @@ def detach_on_the_parameters():
     return loop(loss)
 
 
+@broken("model.weight", "IIIb", ".data", "model.weight.data", "without .data")
 def data_of_a_parameter():
     def loss(model, batch):
         return F.mse_loss(F.linear(batch[0], model.weight.data, model.bias), batch[1])
@@ -93,6 +129,7 @@ def data_of_a_parameter():
     return loop(loss, nn.Linear(2, 1))
 
 
+@broken(FIRST, "II", ".detach()", "g.detach() for name", "without .detach()", reached=True)
 def detach_in_the_grad_transform():
     def constant(grads):
         return {name: g.detach() for name, g in grads.items()}
@@ -100,6 +137,7 @@ def detach_in_the_grad_transform():
     return loop(grad_transform=constant)
 
 
+@broken("settings.lr", "IIIa", ".detach()", "raw.detach().exp()", "without")
 def detach_in_a_transform():
     pair = (lambda raw: raw.detach().exp(), torch.log)
     return loop(learn={"init": True, "lr": il.Learn(transform=pair)})
@@ -114,6 +152,7 @@ class Weighted(nn.Module):
         return self.scale * squares(model, batch)
 
 
+@broken("loss.scale", "IIIb", ".item()", "in loss: return self", "tensor")
 def item_in_the_loss():
     class Number(Weighted):
         def forward(self, model, batch):
@@ -122,6 +161,7 @@ def item_in_the_loss():
     return loop(Number(), val_loss=squares)
 
 
+@broken("loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor")
 def float_in_the_loss():
     class Number(Weighted):
         def forward(self, model, batch):
@@ -131,6 +171,7 @@ def float_in_the_loss():
     return loop(Number(), val_loss=squares)
 
 
+@broken(FIRST, "IIIb", ".item()", ").item()", "the tensor itself")
 def item_of_the_loss():
     def loss(model, batch):
         return squares(model, batch).item()
@@ -138,6 +179,13 @@ def item_of_the_loss():
     return loop(loss)
 
 
+@broken(
+    "optimizer.rate",
+    "IIIa",
+    ".item()",
+    "in optimizer: rate = self.rate.exp().item()",
+    "the tensor itself",
+)
 def item_in_a_learned_optimizer():
     class Rate(nn.Module):
         def __init__(self):
@@ -154,6 +202,8 @@ def item_in_a_learned_optimizer():
     return il.InnerLoop(mlp(), Rate(), squares), *data()
 
 
+@broken("model.weight", "I", "argmax", "predicted = ", "cross_entropy")
+@broken("settings.lr", "I", "argmax", "predicted = ", "cross_entropy")
 def argmax_metric():
     def accuracy(model, batch):
         predicted = model(batch[0]).argmax(-1)
@@ -167,6 +217,7 @@ def argmax_metric():
     return inner, train, val
 
 
+@broken(FIRST, "I", "comparison >", "(model(batch[0]) > 0)", "sigmoid")
 def compared_metric():
     def accuracy(model, batch):
         return ((model(batch[0]) > 0) == (batch[1] > 0)).double().mean()
@@ -174,6 +225,13 @@ def compared_metric():
     return loop(val_loss=accuracy)
 
 
+@broken(
+    "model.body.0.weight",
+    "IIIb",
+    "no_grad",
+    "in model: features = self.body(x)",
+    "outside of the block",
+)
 def no_grad_block():
     class Frozen(Parted):
         def forward(self, x):
@@ -184,6 +242,7 @@ def no_grad_block():
     return loop(model=Frozen())
 
 
+@broken(FIRST, "IIIb", "no_grad", "mse_loss(model(", "outside of the block")
 def no_grad_loss():
     @torch.no_grad()
     def loss(model, batch):
@@ -192,6 +251,7 @@ def no_grad_loss():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "inference_mode", "hidden = model[0]", "outside of the block")
 def inference_block():
     def loss(model, batch):
         with torch.inference_mode():
@@ -201,6 +261,7 @@ def inference_block():
     return loop(loss)
 
 
+@broken("loss.spare", "IIIb", "The loss never uses", "", "remove it")
 def unused_in_the_loss():
     class Spare(Weighted):
         def __init__(self):
@@ -210,6 +271,7 @@ def unused_in_the_loss():
     return loop(Spare(), val_loss=squares)
 
 
+@broken("model.spare.weight", "IIIb", "The model never uses", "", "remove it")
 def unused_in_the_model():
     class Spare(Parted):
         def __init__(self):
@@ -219,6 +281,7 @@ def unused_in_the_model():
     return loop(model=Spare())
 
 
+@broken(FIRST, "IIIb", "cdist", "torch.cdist(", "x[:, None]")
 def no_second_derivative():
     def loss(model, batch):
         return torch.cdist(model(batch[0]), batch[1]).mean()
@@ -238,6 +301,7 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
+@broken(FIRST, "IIIb", "Squared", "Squared.apply", "composed of differ")
 def differentiable_once():
     def loss(model, batch):
         return Squared.apply(model(batch[0]) - batch[1]).mean()
@@ -245,6 +309,13 @@ def differentiable_once():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "wrote in place to the weight '0.weight'. clamp_ writes in place",
+    "model[0].weight.clamp_(",
+    "a new tensor",
+)
 def clamp_in_place():
     def loss(model, batch):
         with torch.no_grad():
@@ -254,6 +325,7 @@ def clamp_in_place():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "mul_ writes in place", "p.data.mul_(0.9)", "a new tensor", reached=True)
 def decay_in_place():
     def loss(model, batch):
         for p in model.parameters():
@@ -263,6 +335,7 @@ def decay_in_place():
     return loop(loss)
 
 
+@broken(FIRST, "", "in place", "hidden.add_(1)", "x = x + y and not x += y")
 def overwritten():
     def loss(model, batch):
         hidden = torch.exp(model(batch[0]))
@@ -272,6 +345,13 @@ def overwritten():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "wrote in place to the weight '0.weight'. copy_ writes in place",
+    "model.load_state_dict",
+    "a new tensor",
+)
 def loaded_in_the_loss():
     def loss(model, batch):
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
@@ -280,6 +360,7 @@ def loaded_in_the_loss():
     return loop(loss)
 
 
+@broken(FIRST, "", "in place", "batch[0].mul_(0.5)", "x = x + y")
 def batch_in_place():
     def loss(model, batch):
         batch[0].mul_(0.5)
@@ -289,6 +370,13 @@ def batch_in_place():
     return inner, [train[0]] * STEPS, val
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "The gradient is zero. Part of the loss is computed in half precision",
+    ".half()",
+    "float32",
+)
 def half_that_underflows():
     def loss(model, batch):
         predicted = 1e-4 * model(batch[0].float()).half()
@@ -297,6 +385,7 @@ def half_that_underflows():
     return loop(loss, mlp().float())
 
 
+@broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
 def half_that_overflows():
     def loss(model, batch):
         predicted = model(batch[0].float()).half()
@@ -305,6 +394,7 @@ def half_that_overflows():
     return loop(loss, mlp().float(), lr=1e-9)
 
 
+@broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
 def half_that_overflows_in_the_gradient():
     def measure(model, batch):
         predicted = model(batch[0].float()).half()
@@ -316,6 +406,7 @@ def half_that_overflows_in_the_gradient():
     return loop(plain, mlp().float(), val_loss=measure)
 
 
+@broken("model.2.weight", "IIIb", "The gradient is not finite", "", "sqrt")
 def root_at_zero():
     def measure(model, batch):
         return (0 * model[2].weight).square().sum().sqrt() + squares(model, batch)
@@ -323,6 +414,7 @@ def root_at_zero():
     return loop(val_loss=measure)
 
 
+@broken(FIRST, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack")
 def copied():
     def loss(model, batch):
         return torch.tensor(squares(model, batch))
@@ -330,6 +422,7 @@ def copied():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack")
 def listed():
     def loss(model, batch):
         terms = [(p - q).square().mean() for p, q in zip(model(batch[0]), batch[1], strict=True)]
@@ -338,6 +431,7 @@ def listed():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", "A new parameter", "model[2](hidden)", "without nn.Parameter")
 def new_parameter():
     def loss(model, batch):
         hidden = nn.Parameter(model[0](batch[0]))
@@ -346,6 +440,7 @@ def new_parameter():
     return loop(loss)
 
 
+@broken(FIRST, "IIIb", ".detach()", ".numpy()", "without .detach()")
 def through_numpy():
     def loss(model, batch):
         hidden = numpy.tanh(model[0](batch[0]).detach().numpy())
@@ -354,6 +449,14 @@ def through_numpy():
     return loop(loss)
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "torch.autograd.grad",
+    "slope = torch.autograd.grad(",
+    "create_graph=True",
+    reached=True,
+)
 def penalty_without_graph():
     def loss(model, batch):
         x = batch[0].clone().requires_grad_()
@@ -364,6 +467,7 @@ def penalty_without_graph():
     return loop(loss)
 
 
+@broken("loss.scale", "IIIb", "round", "in loss: return", "without round")
 def rounded():
     class Rounded(Weighted):
         def forward(self, model, batch):
@@ -372,6 +476,7 @@ def rounded():
     return loop(Rounded(), val_loss=squares)
 
 
+@broken(FIRST, "IIIb", "model from outside", "model(batch[0])", "argum")
 def outside_in_the_loss():
     model = mlp()
 
@@ -381,6 +486,7 @@ def outside_in_the_loss():
     return loop(loss, model)
 
 
+@broken("settings.lr", "I", "from outside", "model(batch[0])", "argument")
 def outside_in_the_val_loss():
     model = mlp()
 
@@ -390,6 +496,7 @@ def outside_in_the_val_loss():
     return loop(squares, model, val_loss=measure)
 
 
+@broken("loss.scale", "IIIb", "first_order=True", "", "first_order=False")
 def first_order_learned_loss():
     return loop(Weighted(), val_loss=squares, first_order=True)
 
@@ -405,6 +512,14 @@ class Twice(torch.autograd.Function):
         return grad
 
 
+@broken(
+    FIRST,
+    "IIIb",
+    "Finite differences differ",
+    "",
+    "backward of the autograd.Function Twice",
+    reached=True,
+)
 def wrong_backward():
     def loss(model, batch):
         return F.mse_loss(Twice.apply(model(batch[0])), batch[1])
@@ -412,6 +527,7 @@ def wrong_backward():
     return loop(loss)
 
 
+@broken(FIRST, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error")
 def crash():
     def loss(model, batch):
         return F.mse_loss(model(batch[0].T), batch[1])
@@ -419,196 +535,15 @@ def crash():
     return loop(loss)
 
 
+@broken(FIRST, "", "Truncated(k=1", "", "Truncated(2), another")
 def truncated_before_the_start():
     return loop(backward=il.Truncated(1))
 
 
+@broken(FIRST, "", "You gave a Tensor as the batches", "", "[batch] * 5")
 def no_batches():
     inner, train, val = loop()
     return inner, train[0][0], val
-
-
-class Broken(NamedTuple):
-    """What a report must say of one meta-parameter."""
-
-    build: object
-    row: str
-    requirement: str
-    says: str
-    """A part of the problem, or of the error: the operation."""
-    where: str
-    """A part of the place: the line's code, or the module."""
-    write: str
-    reached: bool = False
-    """Whether a gradient arrives all the same, but a wrong one."""
-
-
-ALL_WEIGHTS = "model.0.weight"
-BROKEN = [
-    Broken(detach_in_the_loss, ALL_WEIGHTS, "IIIb", ".detach()", "predicted = ", "without .detach"),
-    Broken(
-        detach_in_the_model,
-        "model.0.body.0.weight",
-        "IIIb",
-        ".detach()",
-        "in model.0: return self.head(self.body(x).detach())",
-        "without .detach()",
-    ),
-    Broken(
-        detach_on_the_parameters,
-        ALL_WEIGHTS,
-        "IIIb",
-        ".detach()",
-        "penalty = sum(p.detach()",
-        "without .detach()",
-        reached=True,
-    ),
-    Broken(
-        data_of_a_parameter, "model.weight", "IIIb", ".data", "model.weight.data", "without .data"
-    ),
-    Broken(
-        detach_in_the_grad_transform,
-        ALL_WEIGHTS,
-        "II",
-        ".detach()",
-        "g.detach() for name",
-        "without .detach()",
-        reached=True,
-    ),
-    Broken(
-        detach_in_a_transform, "settings.lr", "IIIa", ".detach()", "raw.detach().exp()", "without"
-    ),
-    Broken(item_in_the_loss, "loss.scale", "IIIb", ".item()", "in loss: return self", "tensor"),
-    Broken(float_in_the_loss, "loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor"),
-    Broken(item_of_the_loss, ALL_WEIGHTS, "IIIb", ".item()", ").item()", "the tensor itself"),
-    Broken(
-        item_in_a_learned_optimizer,
-        "optimizer.rate",
-        "IIIa",
-        ".item()",
-        "in optimizer: rate = self.rate.exp().item()",
-        "the tensor itself",
-    ),
-    Broken(argmax_metric, "model.weight", "I", "argmax", "predicted = ", "cross_entropy"),
-    Broken(argmax_metric, "settings.lr", "I", "argmax", "predicted = ", "cross_entropy"),
-    Broken(compared_metric, ALL_WEIGHTS, "I", "comparison >", "(model(batch[0]) > 0)", "sigmoid"),
-    Broken(
-        no_grad_block,
-        "model.body.0.weight",
-        "IIIb",
-        "no_grad",
-        "in model: features = self.body(x)",
-        "outside of the block",
-    ),
-    Broken(no_grad_loss, ALL_WEIGHTS, "IIIb", "no_grad", "mse_loss(model(", "outside of the block"),
-    Broken(
-        inference_block,
-        ALL_WEIGHTS,
-        "IIIb",
-        "inference_mode",
-        "hidden = model[0]",
-        "outside of the block",
-    ),
-    Broken(unused_in_the_loss, "loss.spare", "IIIb", "The loss never uses", "", "remove it"),
-    Broken(
-        unused_in_the_model, "model.spare.weight", "IIIb", "The model never uses", "", "remove it"
-    ),
-    Broken(no_second_derivative, ALL_WEIGHTS, "IIIb", "cdist", "torch.cdist(", "x[:, None]"),
-    Broken(
-        differentiable_once, ALL_WEIGHTS, "IIIb", "Squared", "Squared.apply", "composed of differ"
-    ),
-    Broken(
-        clamp_in_place,
-        ALL_WEIGHTS,
-        "",
-        "wrote in place to the weight '0.weight'",
-        "",
-        "as a new tensor",
-    ),
-    Broken(
-        decay_in_place,
-        ALL_WEIGHTS,
-        "IIIb",
-        "mul_ writes in place",
-        "p.data.mul_(0.9)",
-        "a new tensor",
-        reached=True,
-    ),
-    Broken(overwritten, ALL_WEIGHTS, "", "in place", "hidden.add_(1)", "x = x + y and not x += y"),
-    Broken(
-        loaded_in_the_loss,
-        ALL_WEIGHTS,
-        "",
-        "wrote in place to the weight '0.weight'",
-        "",
-        "as a new tensor",
-    ),
-    Broken(batch_in_place, ALL_WEIGHTS, "", "in place", "batch[0].mul_(0.5)", "x = x + y"),
-    Broken(
-        half_that_underflows,
-        ALL_WEIGHTS,
-        "IIIb",
-        "float16 has nothing between 0 and 6e-8",
-        ".half()",
-        "float32",
-    ),
-    Broken(
-        half_that_overflows, ALL_WEIGHTS, "IIIb", "Half precision overflowed", ".half()", "float32"
-    ),
-    Broken(
-        half_that_overflows_in_the_gradient,
-        ALL_WEIGHTS,
-        "IIIb",
-        "Half precision overflowed",
-        ".half()",
-        "float32",
-    ),
-    Broken(root_at_zero, "model.2.weight", "IIIb", "The gradient is not finite", "", "sqrt"),
-    Broken(copied, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack"),
-    Broken(listed, ALL_WEIGHTS, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack"),
-    Broken(
-        new_parameter,
-        ALL_WEIGHTS,
-        "IIIb",
-        "A new parameter",
-        "model[2](hidden)",
-        "without nn.Parameter",
-    ),
-    Broken(through_numpy, ALL_WEIGHTS, "IIIb", ".detach()", ".numpy()", "without .detach()"),
-    Broken(
-        penalty_without_graph,
-        ALL_WEIGHTS,
-        "IIIb",
-        "torch.autograd.grad",
-        "slope = torch.autograd.grad(",
-        "create_graph=True",
-        reached=True,
-    ),
-    Broken(rounded, "loss.scale", "IIIb", "round", "in loss: return", "without round"),
-    Broken(
-        outside_in_the_loss, ALL_WEIGHTS, "IIIb", "model from outside", "model(batch[0])", "argum"
-    ),
-    Broken(
-        outside_in_the_val_loss, "settings.lr", "I", "from outside", "model(batch[0])", "argument"
-    ),
-    Broken(
-        first_order_learned_loss, "loss.scale", "IIIb", "first_order=True", "", "first_order=False"
-    ),
-    Broken(
-        wrong_backward,
-        ALL_WEIGHTS,
-        "IIIb",
-        "Finite differences differ",
-        "",
-        "backward of the autograd.Function Twice",
-        reached=True,
-    ),
-    Broken(crash, ALL_WEIGHTS, "", "shapes cannot be multiplied", "batch[0].T", "the error says"),
-    Broken(
-        truncated_before_the_start, ALL_WEIGHTS, "", "Truncated(k=1", "", "Truncated(2), another"
-    ),
-    Broken(no_batches, ALL_WEIGHTS, "", "You gave a Tensor as the batches", "", "[batch] * 5"),
-]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.build.__name__}-{case.row}")
@@ -631,18 +566,6 @@ def test_the_report_names_what_is_broken_and_what_to_write(case):
     for text in (case.row, row.write.split()[0]):
         assert text in str(report)
     assert all(torch.equal(before[name], value) for name, value in inner.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("build", "op", "line"),
-    [
-        (clamp_in_place, "clamp_ writes in place", "model[0].weight.clamp_("),
-        (loaded_in_the_loss, "copy_ writes in place", "model.load_state_dict"),
-    ],
-)
-def test_the_line_that_writes_in_place_is_named_beside_the_error(build, op, line):
-    found = [f for f in diagnose(*build()).findings if op in f.problem]
-    assert found and line in " | ".join(found[0].where)
 
 
 def test_a_path_that_is_cut_still_has_an_influence():
@@ -703,7 +626,7 @@ def test_a_learned_loss_whose_last_bias_cannot_matter():
     finding = next(f for f in report.findings if "loss.compare.2.bias" in f.rows)
     assert finding.kind == "no influence"
     assert "constant added to the loss" in finding.problem
-    assert "Finite differences say the same" in finding.problem
+    assert "Finite differences agree" in finding.problem
 
 
 @pytest.mark.parametrize(
@@ -733,14 +656,10 @@ def test_values_only_logged_are_no_finding():
     assert not report.findings
 
 
-def test_momentum_that_starts_at_zero_is_reached_with_a_note():
-    report = diagnose(*loop(learn=("lr", "momentum")))
-    row = report["settings.momentum"]
+def test_momentum_that_starts_at_zero_is_reached():
+    row = diagnose(*loop(learn=("lr", "momentum")))["settings.momentum"]
     assert row.reached
     assert row.difference.verdict == "agrees"
-    (finding,) = report.findings
-    assert (finding.kind, finding.rows) == ("note", ("settings.momentum",))
-    assert "starts at 0" in finding.problem
 
 
 def test_first_order_reaches_the_start_and_says_that_it_is_approximate():
@@ -760,8 +679,8 @@ def test_reptile_is_by_choice():
     inner = il.algorithms.reptile(mlp(), squares)
     report = diagnose(inner, train, None)
     assert report.healthy
-    finding, note = report.findings
-    assert (finding.kind, note.kind) == ("by choice", "note")
+    (finding,) = report.findings
+    assert finding.kind == "by choice"
     assert "Reptile takes the adapted weights as fixed" in finding.problem
     assert "first_order_maml" in finding.write and "first_order=False" not in str(report)
 
@@ -774,9 +693,7 @@ def test_truncation_says_what_it_leaves_out():
     assert row.difference.verdict == "differs"
     assert len(row.per_step) == STEPS
     assert report.findings[0].kind == "by choice"
-    assert "before the last step" in report.findings[0].problem
-    share = row.per_step[0] / sum(row.per_step)
-    assert f"{share:.0%} come before the last step" in report.findings[1].problem
+    assert "only the last 1 of 2 steps" in report.findings[0].problem
 
 
 def test_the_implicit_gradient_before_convergence_is_by_choice():
@@ -802,7 +719,7 @@ def test_a_rate_without_an_inner_gradient_has_no_influence():
     assert not report["settings.lr"].reached
     (finding,) = report.findings
     assert finding.kind == "no influence"
-    assert "The inner gradient is zero at every step" in finding.problem
+    assert "training moves nothing" in finding.problem
     assert report.grad_norms == (0.0,) * STEPS
 
 
@@ -817,7 +734,7 @@ def test_a_piecewise_linear_loss_gives_its_parameters_no_gradient():
     assert row.difference.verdict == "agrees"
     finding = next(f for f in report.findings if row.name in f.rows)
     assert finding.kind == "no influence"
-    assert "linear piece by piece" in finding.problem
+    assert "piecewise linear" in finding.problem
     assert "softplus" in finding.write
     assert report["model.weight"].reached
 
@@ -829,7 +746,7 @@ def test_half_precision_that_holds_is_a_note():
     report = diagnose(*loop(loss, mlp().float()))
     (finding,) = report.findings
     assert finding.kind == "note"
-    assert "float16" in finding.problem
+    assert "half precision" in finding.problem
     assert ".half()" in finding.where[0]
     unsure = [row.difference for row in report.rows if row.difference.verdict == "not judged"]
     assert unsure
@@ -889,17 +806,6 @@ def test_a_learned_loss_as_its_own_measure():
     assert any("L_val is the learned loss itself" in f.problem for f in report.findings)
 
 
-def test_a_tensor_that_is_closed_over():
-    temperature = torch.tensor(1.5, requires_grad=True)
-
-    def loss(model, batch):
-        return temperature * squares(model, batch)
-
-    report = diagnose(*loop(loss))
-    assert report.healthy
-    assert "'temperature'" in report.findings[0].problem
-
-
 def test_a_tensor_rate_inside_the_optimizer():
     model = mlp()
     rate = torch.tensor(0.1, requires_grad=True)
@@ -913,15 +819,6 @@ def test_an_exploding_gradient():
     inner, train, val = loop(model=nn.Linear(2, 1), lr=5.0)
     report = diagnose(inner, train[:1] * 8, val)
     assert any("explodes on its way back" in f.problem for f in report.findings)
-
-
-def test_frozen_parameters_are_mentioned():
-    model = mlp()
-    model[0].requires_grad_(False)
-    inner = il.InnerLoop(model, SGD(model[2].parameters(), lr=0.1), squares)
-    report = diagnose(inner, *data())
-    assert [row.name for row in report.rows] == ["model.2.weight"]
-    assert "model.0.weight" in report.findings[0].problem
 
 
 def test_of_many_parameters_those_of_a_part_are_moved_together():
@@ -990,41 +887,10 @@ def test_norms_by_step_of_a_transformed_setting():
     """What a step adds is counted in the learned number: d lr / d raw = lr for a logarithm."""
     inner, train, val = loop()
     logarithm = il.InnerLoop(
-        inner.model,
-        inner.optimizer,
-        squares,
-        learn={"init": True, "lr": il.Learn(transform="log")},
+        inner.model, inner.optimizer, squares, learn={"init": True, "lr": il.Learn(transform="log")}
     )
     plain, scaled = (diagnose(i, train, val)["settings.lr"] for i in (inner, logarithm))
     assert scaled.per_step == pytest.approx([0.1 * norm for norm in plain.per_step])
-
-
-def test_layers_that_are_replaced():
-    class Own(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-            self.mixed = parametrizations.weight_norm(nn.Linear(2, 2))
-            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
-            self.own = Own()
-            self.head = nn.Linear(2, 1)
-
-        def forward(self, x):
-            h = self.mixed(self.norm(x))[None]
-            return self.head(self.own(self.attention(h, h, h)[0])[0])
-
-    report = diagnose(*loop(model=Layers()))
-    instead = {layer.path: layer.instead for layer in report.layers}
-    assert "second derivative" in instead["model.norm"]
-    assert "composed" in instead["model.mixed.parametrizations.weight.0"]
-    assert "math kernels" in instead["model.attention"]
-    assert "math kernels" in instead["model.own"]
-    assert "model.attention (MultiheadAttention)" in str(report)
-    assert len(instead) == 4
 
 
 def test_the_memory_forecast():
@@ -1092,6 +958,7 @@ def test_the_state_that_truncation_carries_is_kept():
     report = diagnose(inner, train, val)
     assert inner._carried is carried
     assert report["settings.lr"].difference.verdict == "agrees"
+    inner.restart()
     with torch.no_grad():
         assert report.val_loss == pytest.approx(inner(train, val).item())
 

@@ -23,7 +23,7 @@ from innerloop.learned import (
     MetaSGD,
     MLPOptimizer,
 )
-from innerloop.learned.lstm import preprocessed
+from innerloop.learned.lstm import preprocess_grad
 
 STEPS = 4
 
@@ -462,7 +462,7 @@ def test_its_precision_is_its_own_and_is_saved():
 
 def test_gradients_are_read_as_in_the_paper():
     grad = torch.tensor([2.0, -3.0, 1e-6, 0.0], requires_grad=True)
-    read = preprocessed(grad, 10.0)
+    read = preprocess_grad(grad, 10.0)
     first, second = read.unbind(-1)
     e = torch.e
     torch.testing.assert_close(first, torch.tensor([0.0693147181, 0.1098612289, -1, -1]))
@@ -490,7 +490,7 @@ def test_an_lstm_is_torchs():
         grad = torch.randn(3)
         at = Coordinates(("w",), (3,), torch.zeros(3), grad, torch.zeros(1))
         change, memory = learned.change(at, memory)
-        below = preprocessed(grad, 10.0)
+        below = preprocess_grad(grad, 10.0)
         for i, cell in enumerate(cells):
             states[i] = cell(below, states[i])
             below = states[i][0]

@@ -35,6 +35,6 @@ from innerloop.step.clipping import clip_norm as clip_norm
 from innerloop.step.clipping import clip_value as clip_value
 from innerloop.step.state import Meta as Meta
 from innerloop.step.state import State as State
-from innerloop.step.step import batched as batched
 from innerloop.step.step import inner_step as inner_step
+from innerloop.tasks.batched import batched as batched
 from innerloop.unroll import unroll as unroll

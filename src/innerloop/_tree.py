@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils._pytree import tree_flatten as flatten
-from torch.utils._pytree import tree_map as map
 from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
     "REGISTER",
     "copied",
+    "detach",
     "differentiable",
     "flatten",
     "has_tangents",
+    "leaves",
     "map",
     "opaque",
     "plain",
     "structure",
+    "tensors",
     "unflatten",
 ]
 
@@ -36,6 +38,54 @@ REGISTER = "torch.utils._pytree.register_dataclass"
 def differentiable(value: Any) -> bool:
     """Whether a leaf can have a derivative: a tensor of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves, as :func:`flatten` has them; several times as fast."""
+    found: list[Any] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind in _PLAIN or kind is Parameter:
+            found.append(value)
+        elif kind is dict:
+            _collect(value.values(), found)
+        elif (
+            kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+        ):
+            _collect(value, found)
+        elif kind in SUPPORTED_NODES:
+            found += flatten(value)[0]
+        else:
+            found.append(value)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The leaves that are tensors."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with ``function`` of each leaf; several times as fast as torch's."""
+    kind = type(tree)
+    if kind is Tensor or kind in _PLAIN or kind is Parameter:
+        return function(tree)
+    if kind is dict:
+        return {key: map(function, value) for key, value in tree.items()}
+    if kind is tuple or kind is list:
+        return kind([map(function, value) for value in tree])
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*[map(function, value) for value in tree])
+    return tree_map(function, tree)
+
+
+def detach(value: Any) -> Any:
+    """Detaches a tensor that requires grad; returns other leaves unchanged."""
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def has_tangents(*trees: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What training leaves behind: a model with the final weights."""
+"""The model that training leaves behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim.convert import family_of
-from innerloop.step.mapped import sliced, stacked
 from innerloop.step.state import State, buffers_of, differentiable
-from innerloop.tasks.axis import count
+from innerloop.tasks.axis import count, sliced, stacked
 
 
 class Adapted:

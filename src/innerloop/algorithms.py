@@ -1,6 +1,6 @@
-"""Well-known methods of meta-learning, each as an inner loop with a choice of its parts.
+"""Published methods of meta-learning, each as an inner loop.
 
-All return an :class:`innerloop.InnerLoop`, which is used alike: ``inner(train, val).backward()``
+All return an :class:`innerloop.InnerLoop` and are used alike: ``inner(train, val).backward()``
 leaves the meta-gradient, any ``torch.optim`` class over ``inner.parameters()`` is the outer
 optimizer, and ``inner.adapt(train)`` is the adapted model. ``options`` are those of ``InnerLoop``.
 """
@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
-    """Initial weights from which a few steps of SGD fit a task (Finn et al. 2017).
+    """MAML: learn initial weights from which a few steps of SGD fit a task (Finn et al. 2017).
 
     >>> model = nn.Linear(1, 1)
     >>> inner = maml(model, lambda model, batch: (model(batch) - 1).square().mean())
@@ -36,30 +36,30 @@ def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> Inner
 
 def first_order_maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
     """MAML that takes inner gradients as constants: no second derivatives (Finn et al. 2017)."""
-    _check_free("first_order_maml", options, "first_order")
+    _check_options("first_order_maml", options, "first_order")
     return maml(model, loss, lr, first_order=True, **options)
 
 
 def reptile(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
-    """Move the initial weights towards the adapted ones (Nichol et al. 2018).
+    """Reptile: move the initial weights towards the adapted ones (Nichol et al. 2018).
 
     There is no validation loss: ``inner(train, None)`` is half the squared distance of the initial
     weights to the adapted ones, taken as fixed, so the gradient is θ₀ - θ_J. With the outer
     optimizer ``torch.optim.SGD(inner.parameters(), lr=ε)`` the update is θ₀ + ε (θ_J - θ₀).
     """
-    _check_free("reptile", options, "first_order", "val_loss", "learn")
+    _check_options("reptile", options, "first_order", "val_loss", "learn")
     return maml(model, loss, lr, first_order=True, val_loss=_Distance(model), **options)
 
 
 class _Distance:
-    """From a model to what became of it. It is copied and saved together with the model."""
+    """Half the squared distance of a model to its adapted copy. Saved with the model."""
 
     by_choice = (
         "Reptile takes the adapted weights as fixed: L_val is their distance to the initial ones, "
-        "and its gradient the way there.",
+        "and its gradient the difference.",
         "il.algorithms.maml or first_order_maml for the gradient of a loss after training.",
     )
-    """For :func:`innerloop.diagnose`: what looks wrong and is meant so; and what has it not."""
+    """For :func:`innerloop.diagnose`: an intended deviation, and the exact alternative."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -83,20 +83,13 @@ def anil(
     found = head.parameters() if isinstance(head, nn.Module) else head
     adapting = [] if isinstance(found, str) else list(found)
     if not adapting:
-        raise InnerLoopError(
-            four_part(
-                f"You wrote anil(..., head={_shown(head)}).",
-                "a part of the model that has weights, or such weights.",
-                "they are all that the inner loop adapts.",
-                "anil(model, loss, head=model.head).",
-            )
-        )
+        raise _no_head(head)
     return InnerLoop(model, _sgd(adapting, lr), loss, **options)
 
 
 def meta_sgd(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
     """MAML with a learned rate, of any sign, for every number of the weights (Li et al. 2017)."""
-    _check_free("meta_sgd", options, "learn")
+    _check_options("meta_sgd", options, "learn")
     return maml(model, loss, lr, learn={"init": True, "lr": Learn(per="element")}, **options)
 
 
@@ -106,10 +99,10 @@ def maml_plus_plus(
     """MAML with a learned rate for every tensor of the model and step (Antoniou et al. 2019).
 
     Its other parts go with it: :func:`multi_step_loss`, first-order updates at the beginning
-    (``inner.first_order = True`` until they have done their work), and a cosine schedule of the
+    (set ``inner.first_order = True`` for them), and a cosine schedule of the
     outer optimizer.
     """
-    _check_free("maml_plus_plus", options, "learn")
+    _check_options("maml_plus_plus", options, "learn")
     rates = Learn(per=("parameter", "step"), steps=steps)
     return maml(model, loss, lr, learn={"init": True, "lr": rates}, **options)
 
@@ -117,7 +110,7 @@ def maml_plus_plus(
 def multi_step_loss(
     inner: InnerLoop, train: Iterable[Any], val: Any, weights: Sequence[float]
 ) -> Tensor:
-    """The weighted validation losses after each step, as MAML++ trains at first.
+    """Sum the weighted validation losses after each step, as MAML++ trains at first.
 
     MAML++ begins with equal weights and moves them to the last step. As in ``inner(train, val)``,
     a task axis is there if ``inner`` was made with ``tasks``. Every loss that counts has steps of
@@ -130,33 +123,12 @@ def multi_step_loss(
     >>> multi_step_loss(inner, [x, x], x, weights=[0.5, 0.5]).backward()
     """
     if isinstance(inner.backward, Truncated) and inner.backward.carry:
-        raise InnerLoopError(
-            four_part(
-                f"You gave an inner loop with {inner.backward} to multi_step_loss.",
-                "one that starts anew in each call.",
-                "the steps are taken again for each loss.",
-                f"Truncated({inner.backward.k}).",
-            )
-        )
+        raise _carrying_loop(inner.backward)
     train = list(train)
     if not any(weights):
-        raise InnerLoopError(
-            four_part(
-                f"You gave weights={list(weights)}.",
-                "at least one that is not 0.",
-                "the result is the weighted sum of the losses after each step.",
-                "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
-            )
-        )
+        raise _no_weights(weights)
     if len(weights) != len(train):
-        raise InnerLoopError(
-            four_part(
-                f"You gave {len(weights)} weights for {len(train)} steps.",
-                "one for the loss after each step.",
-                "each is measured.",
-                f"weights={[round(1 / max(len(train), 1), 3)] * len(train)}.",
-            )
-        )
+        raise _other_number_of_weights(weights, len(train))
     wanted = [(k, w) for k, w in enumerate(weights, 1) if w]
     losses = [w * inner(train[:k], val) for k, w in wanted]
     return torch.stack(losses).sum(0)
@@ -171,55 +143,41 @@ def imaml(
     stationary: float = 1e-3,
     **options: Any,
 ) -> InnerLoop:
-    """MAML by the equation that holds where training has converged (Rajeswaran et al. 2019).
+    """iMAML: implicit gradients where training has converged (Rajeswaran et al. 2019).
 
     ``proximal / 2 · ‖θ - θ₀‖²`` is added to the inner loss. The steps may be many, or of any
     optimizer: only the last weights are kept. ``iterations`` of conjugate gradients solve the
     linear system, by default as many as it takes; a warning says that training has not converged
     to ``stationary``.
     """
-    _check_free("imaml", options, "backward")
+    _check_options("imaml", options, "backward")
     implicit = Implicit(proximal=proximal, iterations=iterations, stationary=stationary)
     return maml(model, loss, lr, backward=implicit, **options)
 
 
 def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options: Any) -> InnerLoop:
-    """Adapt a few numbers that the model gets as a further input (Zintgraf et al. 2019).
+    """CAVIA: adapt a few numbers that the model takes as an input (Zintgraf et al. 2019).
 
     ``model(x, context)`` is called with a vector of ``context`` numbers, which is zero at the start
     of every task and all that the inner loop changes. The outer loop learns the model:
     ``inner.parameters()`` are its weights. ``loss(f, batch)`` calls ``f(x)``, the model with its
     context, and so is the adapted model called.
     """
-    _check_free("cavia", options, "learn")
+    _check_options("cavia", options, "learn")
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-        raise InnerLoopError(
-            four_part(
-                f"You wrote cavia(..., context={context!r}).",
-                "at least one number, and a whole number of them.",
-                "the context is all that adapts.",
-                "cavia(model, loss, context=5).",
-            )
-        )
+        raise _no_context(context)
     if next(model.parameters(), None) is None:
-        raise InnerLoopError(
-            four_part(
-                f"You gave a {type(model).__name__} without weights to cavia.",
-                "a model with weights.",
-                "the outer loop learns them, and the context is of their kind.",
-                "cavia(model, loss, context=5) for a model that is called as model(x, context).",
-            )
-        )
+        raise _model_without_weights(model)
     start = _Context(context, model)
     optimizer = _sgd(start.parameters(), lr)
     if options.get("val_loss") is not None:
         # As for the loss: with the weights that the loop has, which are not always the model's.
-        options["val_loss"] = _Judged(model, options["val_loss"])
+        options["val_loss"] = _SharedValidation(model, options["val_loss"])
     return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
 
 
 class _Context(nn.Module):
-    """What adapts: in CAVIA the inner loop's model."""
+    """The context: in CAVIA the inner loop's model."""
 
     def __init__(self, size: int, model: nn.Module) -> None:
         super().__init__()
@@ -236,7 +194,7 @@ class _Context(nn.Module):
 
 
 class _Shared(nn.Module):
-    """The loss with the model that all tasks share: its weights are meta-parameters of the loss."""
+    """The loss with the shared model, whose weights are meta-parameters of the loss."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -246,8 +204,8 @@ class _Shared(nn.Module):
         return self.loss(_with_context(self.model, adapting.context), batch)
 
 
-class _Judged:
-    """The same for the validation loss, which has no parameters of its own."""
+class _SharedValidation:
+    """The validation loss with the shared model, without parameters of its own."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model, self.loss = model, loss
@@ -260,7 +218,7 @@ def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
     return lambda x: model(x, context)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return type(value).__name__ if isinstance(value, nn.Module) else repr(value)
 
 
@@ -268,15 +226,85 @@ def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(params, lr=lr)
 
 
-def _check_free(method: str, options: dict[str, Any], *chosen: str) -> None:
-    """Refuse what a method decides by itself."""
+def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
+    """Refuse options that the method itself sets."""
     given = [name for name in chosen if name in options]
     if given:
-        raise InnerLoopError(
-            four_part(
-                f"You gave {given[0]} to {method}.",
-                f"other keywords of InnerLoop than {', '.join(chosen)}.",
-                "it is what makes the method.",
-                "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
-            )
+        raise _option_of_method(method, given[0], chosen)
+
+
+def _no_head(head: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You wrote anil(..., head={_format(head)}).",
+            "a part of the model that has weights, or such weights.",
+            "they are all that the inner loop adapts.",
+            "anil(model, loss, head=model.head).",
         )
+    )
+
+
+def _carrying_loop(backward: Truncated) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave an inner loop with {backward} to multi_step_loss.",
+            "one that starts anew in each call.",
+            "the steps are taken again for each loss.",
+            f"Truncated({backward.k}).",
+        )
+    )
+
+
+def _no_weights(weights: Sequence[float]) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave weights={list(weights)}.",
+            "at least one that is not 0.",
+            "the result is the weighted sum of the losses after each step.",
+            "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
+        )
+    )
+
+
+def _other_number_of_weights(weights: Sequence[float], steps: int) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave {len(weights)} weights for {steps} steps.",
+            "one for the loss after each step.",
+            "each is measured.",
+            f"weights={[round(1 / max(steps, 1), 3)] * steps}.",
+        )
+    )
+
+
+def _no_context(context: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You wrote cavia(..., context={context!r}).",
+            "at least one number, and a whole number of them.",
+            "the context is all that adapts.",
+            "cavia(model, loss, context=5).",
+        )
+    )
+
+
+def _model_without_weights(model: nn.Module) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave a {type(model).__name__} without weights to cavia.",
+            "a model with weights.",
+            "the outer loop learns them, and the context is of their kind.",
+            "cavia(model, loss, context=5) for a model that is called as model(x, context).",
+        )
+    )
+
+
+def _option_of_method(method: str, given: str, chosen: tuple[str, ...]) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave {given} to {method}.",
+            f"other keywords of InnerLoop than {', '.join(chosen)}.",
+            "the method sets it itself.",
+            "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
+        )
+    )

@@ -12,15 +12,11 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.adapted import Adapted
 from innerloop.backward import Backward
-from innerloop.step.mapped import mapped, sliced, spread, stacked
 from innerloop.step.state import Meta, State, buffers_of
-from innerloop.step.step import InnerStep, batched
-from innerloop.tasks.axis import of_task
+from innerloop.step.step import InnerStep
+from innerloop.tasks.axis import of_task, sliced, spread, stacked
+from innerloop.tasks.batched import batched, over_tasks
 from innerloop.unroll import unroll
-
-
-def _itself(step: Any) -> Any:
-    return step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +29,11 @@ class Prepared:
     backward: Backward
     own: bool = False
     """Whether weights that no step has changed are copied, to be kept by the caller."""
-    using: Callable[[Any], Any] = _itself
-    """What is folded over the batches, out of the step."""
 
     def unrolled(self, batches: Any, carried: State | None) -> tuple[State, Any]:
         """The state after one step for each batch, and the outputs."""
         start = self.state if carried is None else carried
-        state, outs = unroll(self.using(self.step), start, self.meta, batches, self.backward)
+        state, outs = unroll(self.step, start, self.meta, batches, self.backward)
         plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
         state = state._replace(buffers=plain)
         if self.own:
@@ -97,7 +91,7 @@ class TaskRun:
 
     def without_writes(self, buffers: frozenset[str]) -> TaskRun:
         """The same with buffers that stay as they are."""
-        step = dataclasses.replace(self.prepared.step, frozen=buffers)
+        step = dataclasses.replace(self.prepared.step, constant_buffers=buffers)
         return dataclasses.replace(self, prepared=dataclasses.replace(self.prepared, step=step))
 
     def together(self) -> tuple[State, Any, Any]:
@@ -118,22 +112,15 @@ class TaskRun:
             model = step.model.bind(params, buffers_of("", buffers))  # type: ignore[union-attr]
             return value(model, self.prepared.loss(buffers), val)
 
-        return mapped(one, state.params, state.buffers, self.val)
+        return over_tasks(one, state.params, state.buffers, self.val)
 
     @property
     def inputs(self) -> list[Tensor]:
         """What a gradient may be asked of, each tensor once."""
         distinct = {id(batch): batch for batch in (*self.batches, self.val)}
-        leaves = _tree.flatten((self.prepared.state, self.prepared.meta, list(distinct.values())))[
-            0
-        ]
-        found = {id(t): t for t in leaves if isinstance(t, Tensor) and t.requires_grad}
+        leaves = _tree.tensors((self.prepared.state, self.prepared.meta, list(distinct.values())))
+        found = {id(t): t for t in leaves if t.requires_grad}
         return list(found.values())
-
-    @property
-    def compiled(self) -> bool:
-        """Whether programs take the steps."""
-        return self.prepared.using is not _itself
 
     @property
     def mark(self) -> tuple[int, bool, int]:

@@ -18,3 +18,7 @@ class DivergedError(InnerLoopError):
 def four_part(wrote: str, needed: str, why: str, write: str) -> str:
     """Join the parts of a message: what you wrote, what is needed, why, what to write instead."""
     return f"{wrote} Needed: {needed} Why: {why} Write: {write}"
+
+
+class NotBatchableError(InnerLoopError):
+    """Something that cannot be done for all tasks at once; a loop over the tasks can."""

@@ -10,16 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from innerloop import _tree
-from innerloop._allocator import keep_freed_if_again
-from innerloop._tree import has_tangents
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.call import Prepared, TaskRun
-from innerloop.compiled import Compiler, NotCompilableError, fingerprint, opaque
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard.arguments import (
     check_callable,
@@ -29,19 +24,19 @@ from innerloop.guard.arguments import (
     no_settings,
     warn_of_hooks,
 )
-from innerloop.guard.closures import reaches
-from innerloop.guard.watch import asked
+from innerloop.guard.graph import reaches
+from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
 from innerloop.optim import Rule, from_torch
 from innerloop.optim.blocks import plain_settings, write_settings
 from innerloop.optim.settings import merged
-from innerloop.settings import at_step, check_steps, learned_parameters, natural, parsed
-from innerloop.step.evaluation import check_unwritten, versions_of
+from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.step.state import Meta, State
 from innerloop.step.step import inner_step
-from innerloop.tasks import Way, auto, axis
+from innerloop.tasks import Way, axis
+from innerloop.tasks.choice import by_rule
 from innerloop.tasks.way import check_way
 from innerloop.unroll import as_batches, check_strategy
 
@@ -120,8 +115,7 @@ class InnerLoop(nn.Module):
         self.schedule = schedule
         check_way(tasks)
         self.tasks: bool | Way = tasks
-        self._auto = auto()
-        self._compiler: Compiler | None = None
+        self._rule = by_rule()
         self._names: tuple[str, ...] = ()
         self._carried: Any = None
         self._base: Any = None
@@ -150,17 +144,6 @@ class InnerLoop(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
         way = self._way(tasks)
-        if torch.is_grad_enabled():
-            keep_freed_if_again(self)
-        if self._compiler is not None and torch.is_grad_enabled():
-            batches = list(as_batches(train))
-            try:
-                found = self._compiled(self._compiler, batches, val, way)
-                self._compiler.used = True
-                return found
-            except NotCompilableError as error:
-                self._compiler.refuse(str(error))
-            train = batches
         if way is not None:
             batches = list(as_batches(train))
             ended = way.run(
@@ -194,109 +177,13 @@ class InnerLoop(nn.Module):
         self._keep(lambda: [state for state, _ in ended.each])
         return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
 
-    def compile(  # type: ignore[override]
-        self,
-        unit: str = "auto",
-        *,
-        backend: str = "inductor",
-        mode: str | None = None,
-        options: dict[str, Any] | None = None,
-        fullgraph: bool = True,
-        dynamic: bool | None = None,
-    ) -> None:
-        """Compute meta-gradients by compiled programs from now on; the result is the same.
-
-        Unlike ``nn.Module.compile``, it compiles gradients of gradients: with ``"whole"`` the
-        losses and the meta-gradient of all steps and tasks are one program, the fastest for small
-        models; with ``"step"`` one step and its derivative are, and serve for every step and any
-        number of steps, with the memory of :class:`innerloop.Remat`. ``"auto"`` records the
-        whole and takes it unless it is large. Programs are made at the first call with tensors
-        of new shapes, which takes from seconds to minutes. What cannot be compiled runs as it is,
-        with a warning that says why.
-
-        Numbers that the loss reads from outside are noticed when they change, in closures,
-        globals, attributes and the optimizer's settings; a program is then made anew. So let what
-        changes in every call be a tensor of the batch.
-
-        ``mode`` and ``options`` are those of ``torch.compile``. There are never graph breaks,
-        and shapes are never dynamic.
-        """
-        if mode is not None:
-            import torch._inductor
-
-            options = {**torch._inductor.list_mode_options(mode), **(options or {})}
-        self._compiler = Compiler(unit, options, backend)
-
-    @property
-    def compiler(self) -> Compiler | None:
-        """What :meth:`compile` made; printed, it says which unit is compiled and how often."""
-        return self._compiler
-
-    def _compiled(
-        self, compiler: Compiler, batches: list[Any], val: Any, way: Way | None
-    ) -> Tensor:
-        key = self._fingerprint()
-        if isinstance(self.backward, Truncated) and self.backward.carry:
-            raise NotCompilableError(f"with {self.backward} a run goes on from call to call")
-        if has_tangents(batches, val, list(self.parameters())):
-            raise NotCompilableError("a program has no forward-mode derivatives")
-        run = compiler.known(
-            (key, len(batches), *self._where()),
-            lambda: self.prepared(len(batches), way is None),
-            self._is_fresh(),
-        )
-        run = dataclasses.replace(run, meta=self.meta(run.step.rule))
-        made = compiler.programs.count
-        if way is None:
-            found = compiler.loss(run, batches, val, self._value, key)
-        else:
-            found = compiler.losses(self._several(run, batches, val, self._value), way, key)
-        if compiler.programs.count > made and self._fingerprint() != key:
-            compiler.programs.known.clear()
-            raise NotCompilableError(
-                "the loss or the model changes numbers or objects that it holds, and was called "
-                "some more times for the attempt"
-            )
-        return found
-
-    def _fingerprint(self) -> tuple[Any, ...]:
-        """What a recorded program depends on besides the tensors that it is given."""
-        kinds = ("cpu", "cuda")
-        return fingerprint(
-            self.model,
-            self.optimizer,
-            self.loss,
-            self.val_loss,
-            self.grad_transform,
-            self.schedule,
-            self.first_order,
-            self.backward,
-            self.learned,
-            torch.get_default_dtype(),
-            _get_current_function_mode_stack(),
-            _get_current_dispatch_mode_stack(),
-            *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
-        )
-
-    def _where(self) -> list[Any]:
-        """Which memory the model's and the loss's tensors are in; ``p.data = ...`` changes it."""
-        modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
-        tensors = (t for m in modules for t in (*m.parameters(), *m.buffers()))
-        return [(t.data_ptr(), t.shape) for t in tensors]
-
-    def _is_fresh(self) -> bool:
-        """Whether every call begins alike: no state of the optimizer, no schedule under way."""
-        optimizer = self.optimizer
-        plain = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
-        return plain and not isinstance(self.schedule, LRScheduler)
-
     def _way(self, tasks: bool | Way | None) -> Way | None:
         """How to run tasks, or ``None`` if there are none."""
         given = self.tasks if tasks is None else tasks
         check_way(given)
         if isinstance(given, Way):
             return given
-        default = self.tasks if isinstance(self.tasks, Way) else self._auto
+        default = self.tasks if isinstance(self.tasks, Way) else self._rule
         return default if given else None
 
     def _single(self, train: Any, own: bool = False) -> tuple[Prepared, State, Any]:
@@ -364,12 +251,12 @@ class InnerLoop(nn.Module):
                 )
             )
         opt = _tree.map(_detached, self.meta(rule).opt)
-        base = self._plain(rule, target, self._at(rule, opt, 0))
+        base = self._plain(rule, target, StepSettings(rule, self.learned)(opt, 0))
         if not isinstance(self.schedule, LRScheduler):
             write_settings(target, base)
             self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
             return
-        now = self._plain(rule, target, _Settings(self, rule, self._factors())(opt, 0))
+        now = self._plain(rule, target, StepSettings(rule, self.learned, self._factors())(opt, 0))
         if target is not self.optimizer:
             # Its rates at this moment; the scheduler is that of the loop's own optimizer.
             write_settings(target, now)
@@ -423,7 +310,7 @@ class InnerLoop(nn.Module):
             self._check_same(template, self.optimizer)
             warn_of_hooks({n: template.params[n] for n in self._names}, self.optimizer)
             rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
-            settings = _Settings(self, rule, self._factors())
+            settings = StepSettings(rule, self.learned, self._factors())
         else:
             rule, settings = cast(Any, self.optimizer), None
         step = inner_step(
@@ -475,22 +362,13 @@ class InnerLoop(nn.Module):
         given = {name: values for name, values in rule.hyper.items() if _any_requires_grad(values)}
         return Meta({**given, **natural(self.learned, self.settings)}, loss)
 
-    def _at(self, rule: Rule, opt: Mapping[str, Any], time: int) -> dict[str, Any]:
-        sizes = rule.sizes or ()
-        hyper = dict(opt)
-        for name, learn in self.learned.items():
-            hyper[name] = at_step(learn, opt[name], time, sizes, rule.family.settings[name])
-        return hyper
-
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
         measure: Any = loss if self.val_loss is None else self.val_loss
         named = dict(model.named_parameters())
         versions = versions_of(named)
-        trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        with asked(trained, named):
-            value = measure(model, val)
-        check_unwritten(versions)
+        value = measure(model, val)
+        check_unwritten(named, versions)
         value = value[0] if isinstance(value, tuple) and value else value
         if isinstance(value, int | float) and not torch.is_grad_enabled():
             # A number has no gradient, and none is asked for.
@@ -627,35 +505,6 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
-
-
-def _asked(inner: InnerLoop) -> None:
-    """``torch.compile(inner)`` is ``inner.compile()``, made at the first call."""
-    if inner._compiler is None:
-        inner.compile()
-
-
-def _was_compiled(inner: InnerLoop) -> bool:
-    return inner._compiler is not None and inner._compiler.used
-
-
-InnerLoop.forward = opaque(InnerLoop.forward, _asked, _was_compiled)
-
-
-class _Settings:
-    """The settings of one step, out of φ_opt: granularity, then the schedule."""
-
-    def __init__(self, inner: InnerLoop, rule: Rule, factors: Factors | None) -> None:
-        self.inner, self.rule, self.factors = inner, rule, factors
-
-    def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
-        hyper = self.inner._at(self.rule, opt, time)
-        if self.factors is None:
-            return hyper
-        groups = len(self.rule.groups)
-        every = {**self.rule.hyper, **hyper}
-        listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
-        return self.factors.apply(listed, self.inner.learned, opt, time)
 
 
 def _without_graph(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A picture of an unrolled inner loop: losses, the gradient on its way back, memory."""
+"""A figure of an unrolled inner loop: losses, gradient norms, memory."""
 
 from __future__ import annotations
 
@@ -58,12 +58,16 @@ def _report(what: Any, train: Any, val: Any, tasks: bool | Way | None) -> Report
         return what
     if isinstance(what, InnerLoop) and train is not None:
         return diagnose(what, train, val, tasks=tasks)
-    raise InnerLoopError(
+    raise _not_plottable(what)
+
+
+def _not_plottable(what: Any) -> InnerLoopError:
+    return InnerLoopError(
         four_part(
             f"You gave a {type(what).__name__} to plot_unroll"
             + (" without batches." if isinstance(what, InnerLoop) else "."),
-            "a report of diagnose, or an InnerLoop with what it trains on and is measured on.",
-            "that is what the picture shows.",
+            "a report of diagnose, or an InnerLoop with its training and validation batches.",
+            "the figure shows its measurements.",
             "plot_unroll(inner, train, val) or plot_unroll(diagnose(inner, train, val)).",
         )
     )

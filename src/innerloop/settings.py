@@ -1,4 +1,4 @@
-"""Which settings of an optimizer are meta-learned, for what each has a value, and in what range."""
+"""Learned settings of an optimizer: their granularity, their range, their values at each step."""
 
 from __future__ import annotations
 
@@ -261,3 +261,24 @@ def scaled(value: Any, factor: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(scaled(part, factor) for part in value)
     return value * factor
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """``settings(opt, time)``: the settings of one step, out of φ_opt and the schedule."""
+
+    rule: Rule
+    learned: Mapping[str, Learn]
+    factors: Any = None
+    """The schedule's factors of the learning rate, if there is a schedule."""
+
+    def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
+        sizes, hyper = self.rule.sizes or (), dict(opt)
+        for name, learn in self.learned.items():
+            hyper[name] = at_step(learn, opt[name], time, sizes, self.rule.family.settings[name])
+        if self.factors is None:
+            return hyper
+        groups = len(self.rule.groups)
+        every = {**self.rule.hyper, **hyper}
+        listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
+        return self.factors.apply(listed, self.learned, opt, time)

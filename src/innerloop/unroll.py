@@ -10,6 +10,9 @@ from torch import Tensor
 from innerloop._tree import has_tangents
 from innerloop.backward import Backward, Tape
 from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.guard.writes import check_unwritten, versions_of
+from innerloop.step.protocol import as_step
+from innerloop.step.state import State, named_leaves
 
 
 def unroll(
@@ -35,9 +38,8 @@ def unroll(
     (tensor(0.6400), tensor(6.4000), tensor([4.0000, 2.5600]))
     """
     backward = check_strategy(Tape() if backward is None else backward)
-    check_state = getattr(step, "check_state", None)
-    if check_state is not None and isinstance(state, tuple):
-        check_state(state)
+    step = as_step(step)
+    step.check_state(state)
     batches = as_batches(batches)
     if has_tangents(state, meta, batches):
         raise RequirementError(
@@ -48,7 +50,11 @@ def unroll(
                 "backward() of the result; backward=innerloop.Forward() carries tangents itself.",
             )
         )
-    return backward.run(step, state, meta, batches)
+    weights = named_leaves(state.params) if isinstance(state, State) else {}
+    versions = versions_of(weights)
+    found = backward.run(step.guarded(), state, meta, batches)
+    check_unwritten(weights, versions)
+    return found
 
 
 def check_strategy(backward: Any) -> Backward:

@@ -13,26 +13,18 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._tree import differentiable
 from innerloop.backward import memory
 from innerloop.backward.binomial import Binomial
 from innerloop.backward.forward import Forward
 from innerloop.backward.orders import advances
 from innerloop.backward.remat import Remat
-from innerloop.backward.strategy import (
-    Backward,
-    Step,
-    check_visible,
-    cut,
-    detached,
-    differentiable,
-    fold,
-    stacked,
-    taken,
-)
+from innerloop.backward.strategy import Backward, check_visible, cut, run_plainly
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.guard import closures
+from innerloop.guard import closures, graph
 from innerloop.guard.randomness import devices_of, preserved
+from innerloop.step.protocol import Step, as_step
 
 
 class Cost(NamedTuple):
@@ -123,19 +115,17 @@ class Auto(Backward):
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         if not torch.is_grad_enabled() or not len(batches):
-            state, outs = fold(step, state, meta, batches)
-            return state, stacked(outs)
+            return run_plainly(step, state, meta, batches)
         return self._choice(step, state, meta, batches).run(step, state, meta, batches)
 
     def _choice(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> Backward:
         largest = _largest(batches)
-        leaves = _tree.flatten((state, meta, largest))[0]
+        leaves = _tree.leaves((state, meta, largest))
         shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves if _is(t))
-        identity = getattr(step, "identity", None)
-        self._memo.setdefault("steps", {})[id(step) if identity is None else identity] = step
-        key = (id(step) if identity is None else identity, shapes)
+        key = (step.identity, shapes)
         if key not in self._memo:
-            self._memo[key] = measured(step, state, meta, largest)
+            self._memo.setdefault("steps", []).append(step)  # whose ids are in the key
+            self._memo[key] = measure(step, state, meta, largest)
         budget = self._budget(leaves)
         found = forecast(step, state, meta, largest, len(batches), self._memo[key], budget)
         fitting = [row for row in found.rows if row.peak_bytes <= budget and row.exact]
@@ -170,7 +160,7 @@ _MARGIN_ELSEWHERE = 1.25
 
 
 def forecast(
-    step: Step,
+    step: Any,
     state: Any,
     meta: Any,
     batch: Any,
@@ -179,7 +169,7 @@ def forecast(
     budget: int | None = None,
 ) -> Forecast:
     """What every exact strategy would need for some steps like this one."""
-    cost = measured(step, state, meta, batch) if cost is None else cost
+    cost = measure(as_step(step), state, meta, batch) if cost is None else cost
     rows = [_row(strategy, steps, cost) for strategy in _candidates(steps, cost, budget)]
     least = min(row.seconds for row in rows)
     shown = tuple(row._replace(relative_time=row.seconds / least) for row in rows)
@@ -226,10 +216,10 @@ def _largest(batches: Sequence[Any]) -> Any:
     if not isinstance(batches, list | tuple):
         return batches[0]
     distinct = {id(b): b for b in (batches[j] for j in range(len(batches)))}
-    return max(distinct.values(), key=lambda b: memory.size_of(_tree.flatten(b)[0]))
+    return max(distinct.values(), key=lambda b: memory.size_of(_tree.leaves(b)))
 
 
-def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
+def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     """Take one step without and one with a graph, and count."""
     leaves, spec = _tree.flatten(state)
     start = _tree.unflatten([_leaf(t) for t in leaves], spec)
@@ -240,20 +230,20 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     with preserved(devices_of(leaves)):
         began = time.perf_counter()
         with torch.no_grad():
-            plain, plain_meta = _tree.map(detached, (state, meta))
-            new, out = taken(step, plain, plain_meta, _handed(batch))
+            plain, plain_meta = _tree.map(_tree.detach, (state, meta))
+            new, out = step(plain, plain_meta, _hand_over(batch))
         plain_seconds = time.perf_counter() - began
-        check_visible(_tree.flatten((new, out))[0])
-        state_size = memory.size_of(_tree.flatten(new)[0], leaves)
+        check_visible(_tree.leaves((new, out)))
+        state_size = memory.size_of(_tree.leaves(new), leaves)
         del new, out, plain, plain_meta
     with preserved(devices_of(leaves)), memory.metered() as meter:
-        began, since = time.perf_counter(), closures.sequence_number()
+        began, since = time.perf_counter(), graph.now()
         with torch.enable_grad():
-            after, out = taken(step, start, _tree.unflatten(local, meta_spec), _handed(batch))
+            after, out = step(start, _tree.unflatten(local, meta_spec), _hand_over(batch))
         tape = meter.now
-        outputs = [t for t in _tree.flatten((after, out))[0] if _is(t) and t.requires_grad]
-        targets = [t for t in (*_tree.flatten(start)[0], *local) if _is(t) and t.requires_grad]
-        closed = any(closures.strangers(outputs, targets, since))
+        outputs = [t for t in _tree.leaves((after, out)) if _is(t) and t.requires_grad]
+        targets = [t for t in (*_tree.leaves(start), *local) if _is(t) and t.requires_grad]
+        closed = any(closures.closed_over(outputs, targets, since))
         if outputs:
             torch.autograd.grad(
                 outputs, targets, _ones(outputs), retain_graph=closed, allow_unused=True
@@ -267,13 +257,13 @@ def measured(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     return Cost(state_size, tape, peak, plain_seconds, pull_seconds, inputs, margin)
 
 
-def _handed(batch: Any) -> Any:
+def _hand_over(batch: Any) -> Any:
     """A batch for a step whose effects on it are to be of no consequence."""
     return _tree.map(lambda v: v if _is(v) and v.requires_grad else cut(v), batch)
 
 
 def _leaf(value: Any) -> Any:
-    return closures.own(value.detach().requires_grad_()) if differentiable(value) else value
+    return value.detach().requires_grad_() if differentiable(value) else value
 
 
 def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:

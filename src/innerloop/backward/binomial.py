@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from innerloop.backward.orders import binomial
-from innerloop.backward.remat import check_count
-from innerloop.backward.strategy import Backward, Step
+from innerloop.backward.strategy import Backward, check_count
 from innerloop.backward.walk import walk
+from innerloop.step.protocol import Step
 
 
 @dataclass(frozen=True)
@@ -37,5 +37,5 @@ class Binomial(Backward):
         return replace(self, _ahead=count == 1)
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        schedule = functools.partial(binomial, len(batches), self.slots)
-        return walk(step, state, meta, batches, schedule, self._ahead)
+        order = functools.partial(binomial, len(batches), self.slots)
+        return walk(step, state, meta, batches, order, self._ahead)

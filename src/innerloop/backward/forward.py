@@ -11,23 +11,12 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop.backward.strategy import (
-    Backward,
-    Step,
-    check_visible,
-    connected,
-    cut,
-    detached,
-    differentiable,
-    fold,
-    stacked,
-    taken,
-)
+from innerloop._tree import differentiable
+from innerloop.backward.attach import attach
+from innerloop.backward.strategy import Backward, check_visible, connect, cut, run_plainly
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.guard import closures
 from innerloop.guard.randomness import devices_of, preserved
-from innerloop.step.gradient import refuse_higher
-from innerloop.step.pushforward import Pushforward
+from innerloop.step.protocol import Linearization, Step
 
 Tangent = list[Tensor | None]
 
@@ -46,12 +35,10 @@ class Forward(Backward):
     limit: int = 1000
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        leaves, meta_leaves = _tree.flatten(state)[0], _tree.flatten(meta)[0]
-        tensors = [t for t in (*leaves, *meta_leaves) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t for t in _tree.tensors((state, meta)) if t.requires_grad]
         inputs = list({id(t): t for t in tensors}.values())
         if not torch.is_grad_enabled() or not len(batches) or not inputs:
-            state, outs = fold(step, state, meta, batches)
-            return state, stacked(outs)
+            return run_plainly(step, state, meta, batches)
         self._check(inputs)
         return _Run(step, state, meta, batches, inputs).result()
 
@@ -77,7 +64,7 @@ class _Run:
         self.meta, self.meta_spec = _tree.flatten(meta)
         self.start = _tree.flatten(state)[0]
         check_visible(self.start)
-        roots, devices = getattr(step, "roots", (step,)), devices_of(self.start)
+        devices = devices_of(self.start)
         units = [
             (i, element, one)
             for i, t in enumerate(inputs)
@@ -86,28 +73,28 @@ class _Run:
         ]
         meta_tangents = [[self._unit(t, *unit) for t in self.meta] for unit in units]
         tangents = [[self._unit(t, *unit) for t in self.start] for unit in units]
-        state = _tree.map(detached, state)
+        state = _tree.map(_tree.detach, state)
         outs = _Record(len(batches))
         out_tangents = [_Record(len(batches)) for _ in units]
         for j in range(len(batches)):
             local, leaves = _as_leaves(_tree.flatten(state), tangents)
             given, meta_leaves = _as_leaves((self.meta, self.meta_spec), meta_tangents)
-            batch = _plain(batches[j])
-            point = _linearized(step, local, given, batch)
+            batch = _check_batch(batches[j])
+            point = _linearize(step, local, given, batch)
             for p in range(len(units)):
                 along = [*zip(leaves, tangents[p], strict=True)]
                 along += zip(meta_leaves, meta_tangents[p], strict=True)
                 known = {id(leaf): t for leaf, t in along if t is not None}
                 tangents[p], out = point.push(known)
-                out_tangents[p].write(j, _filled(out, _tree.flatten(point.out)[0]))
+                out_tangents[p].write(j, _filled(out, _tree.leaves(point.out)))
             state = _tree.map(cut, point.state)
             shown, self.out_spec = _tree.flatten(_tree.map(cut, point.out))
-            check_visible([*_tree.flatten(state)[0], *shown])
+            check_visible([*_tree.leaves(state), *shown])
             outs.write(j, shown)
             suspects = point.suspects
             del point
             with preserved(devices):
-                suspects.refuse(partial(_leaves_of, step, local, given, batch), roots)
+                suspects.refuse(partial(_leaves_of, step, local, given, batch), step.roots)
         self.final, self.spec = _tree.flatten(state)
         self.outs, self.tangents = outs.columns, tangents
         self.out_tangents = [record.columns for record in out_tangents]
@@ -131,13 +118,18 @@ class _Run:
             [self.tangents[p][i] for i in moved] + self._shown(self.out_tangents[p], outs)
             for p in range(len(self.tangents))
         ]
-        final, outs = connected(
-            self.final, outs, moved, lambda values: _Contract.apply(tangents, values, *self.inputs)
+        final, outs = connect(
+            self.final,
+            outs,
+            moved,
+            lambda values: attach(
+                values, self.inputs, partial(_contract, tangents, self.inputs), name="Forward"
+            ),
         )
         return _tree.unflatten(final, self.spec), _tree.unflatten(outs, self.out_spec)
 
     def _shown(self, tangents: dict[int, Any], outs: Sequence[Any]) -> Tangent:
-        """The tangents of what ``connected`` shows of the outputs."""
+        """The tangents of what ``connect`` shows of the outputs."""
         found: Tangent = []
         for i, column in enumerate(outs):
             if isinstance(column, Tensor) and differentiable(column):
@@ -186,13 +178,13 @@ def _as_leaves(flat: Any, tangents: Sequence[Tangent]) -> tuple[Any, list[Any]]:
     values, spec = flat
     reached = [any(t[i] is not None for t in tangents) for i in range(len(values))]
     leaves = [
-        value.detach().requires_grad_() if hit else detached(value)
+        value.detach().requires_grad_() if hit else _tree.detach(value)
         for value, hit in zip(values, reached, strict=True)
     ]
     return _tree.unflatten(leaves, spec), leaves
 
 
-def _plain(batch: Any) -> Any:
+def _check_batch(batch: Any) -> Any:
     for leaf in _tree.flatten(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise RequirementError(
@@ -206,65 +198,30 @@ def _plain(batch: Any) -> Any:
     return batch
 
 
-def _linearized(step: Any, state: Any, meta: Any, batch: Any) -> Any:
-    special, batch = getattr(step, "linearized", None), _tree.map(cut, batch)
+def _linearize(step: Step, state: Any, meta: Any, batch: Any) -> Linearization:
     with torch.enable_grad():
-        point = None if special is None else special(state, meta, batch)
-        return _Generic(step, state, meta, batch) if point is None else point
+        return step.linearize(state, meta, _tree.map(cut, batch))
 
 
-def _leaves_of(step: Any, state: Any, meta: Any, batch: Any) -> list[Tensor]:
+def _leaves_of(step: Step, state: Any, meta: Any, batch: Any) -> list[Tensor]:
     """The leaves that a step uses without being given them, by taking it again."""
-    point = _linearized(step, state, meta, batch)
-    return point.suspects.alive
+    return _linearize(step, state, meta, batch).suspects.alive
 
 
-class _Generic:
-    """Any step and its pushforward, which takes third derivatives of what is inside."""
-
-    def __init__(self, step: Step, state: Any, meta: Any, batch: Any) -> None:
-        leaves = _tree.flatten((state, meta))[0]
-        self.given = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-        since = closures.sequence_number()
-        self.state, self.out = taken(step, state, meta, batch)
-        self.sizes = [_tree.flatten(tree)[0] for tree in (self.state, self.out)]
-        outputs = [t for leaves in self.sizes for t in leaves if differentiable(t)]
-        roots = getattr(step, "roots", (step,))
-        self.suspects = closures.suspects(outputs, self.given, since, roots)
-        self.pushforward = Pushforward(outputs, self.given)
-
-    def push(self, tangents: dict[int, Tensor]) -> tuple[Tangent, Tangent]:
-        rest = iter(self.pushforward([tangents.get(id(t)) for t in self.given]))
-        first, second = (
-            [next(rest) if differentiable(t) else None for t in leaves] for leaves in self.sizes
-        )
-        return first, second
-
-
-class _Contract(torch.autograd.Function):
-    """Puts values with known tangents into the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, columns: Any, values: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.columns = columns
-        ctx.inputs = [(t.shape, t.numel(), t.dtype, t.device, _directions(t)) for t in inputs]
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_higher("Forward's backward")
-        numbers = [_dot(column, grads) for column in ctx.columns]
-        found, start = [], 0
-        for shape, size, dtype, device, directions in ctx.inputs:
-            count = size * len(directions)
-            mine = numbers[start : start + count]
-            start += count
-            value = torch.stack(mine) if mine else torch.zeros(0)
-            if len(directions) > 1:
-                value = torch.view_as_complex(value.reshape(-1, 2))
-            found.append(value.to(device, dtype).reshape(shape))
-        return None, None, *found
+def _contract(
+    tangents: Sequence[Tangent], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The gradients of the inputs: products of the outputs' tangents and gradients."""
+    numbers = iter([_dot(along, grads) for along in tangents])
+    found = []
+    for like in inputs:
+        count = like.numel() * len(_directions(like))
+        mine = [next(numbers) for _ in range(count)]
+        value = torch.stack(mine) if mine else torch.zeros(0)
+        if like.is_complex():
+            value = torch.view_as_complex(value.reshape(-1, 2))
+        found.append(value.to(like.device, like.dtype).reshape(like.shape))
+    return found
 
 
 def _dot(column: Tangent, grads: Sequence[Tensor | None]) -> Tensor:

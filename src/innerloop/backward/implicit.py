@@ -12,24 +12,21 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop.backward.attach import attach
 from innerloop.backward.solvers import conjugate_gradient, gmres, neumann
 from innerloop.backward.strategy import (
     Backward,
-    Step,
     check_visible,
     columns,
-    connected,
+    connect,
     cut,
-    detached,
-    differentiable,
-    fold,
-    stacked,
-    taken,
+    run_plainly,
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Randomness, Unwritten, devices_of, preserved
-from innerloop.step.gradient import refuse_higher
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.writes import Unwritten
+from innerloop.step.protocol import Step, fold
 
 _SOLVERS = ("cg", "neumann", "gmres")
 
@@ -83,14 +80,10 @@ class Implicit(Backward):
             )
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        special: Any = step
         if self.proximal:
-            if not hasattr(step, "with_proximal"):
-                raise InnerLoopError(_OWN_STEP)
-            step, meta = special.with_proximal(self.proximal), meta._replace(anchor=state.params)
+            step, meta = step.with_proximal(self.proximal), meta._replace(anchor=state.params)
         if not torch.is_grad_enabled() or not len(batches):
-            state, outs = fold(step, state, meta, batches)
-            return state, stacked(outs)
+            return run_plainly(step, state, meta, batches)
         return _Run(self, step, state, meta, batches).result()
 
     def solve(self, product: Any, b: Tensor) -> Tensor:
@@ -117,14 +110,6 @@ class Implicit(Backward):
         return x
 
 
-_OWN_STEP = four_part(
-    "You gave Implicit(proximal=...) a step of your own.",
-    "a step made by innerloop.inner_step.",
-    "the term must become part of its loss.",
-    "the term in your own step, and Implicit() without it.",
-)
-
-
 _FIRST_ORDER = four_part(
     "You differentiate with Implicit() and first_order=True.",
     "a proximal term, or a weight decay of every weight that is measured.",
@@ -137,7 +122,7 @@ class _Run:
     """One converged run: its last state, and the equation that holds there."""
 
     def __init__(
-        self, how: Implicit, step: Any, state: Any, meta: Any, batches: Sequence[Any]
+        self, how: Implicit, step: Step, state: Any, meta: Any, batches: Sequence[Any]
     ) -> None:
         self.how, self.step = how, step
         self.start, self.spec = _tree.flatten(state)
@@ -147,8 +132,7 @@ class _Run:
         self.batches = list({id(batch): batch for batch in fetched}.values())
         counts = Counter(map(id, fetched))
         self.shares = [counts[id(batch)] / len(fetched) for batch in self.batches]
-        self.own = hasattr(step, "stationarity")
-        if not self.own and how.solver == "cg":
+        if not step.symmetric and how.solver == "cg":
             raise InnerLoopError(
                 four_part(
                     "You gave Implicit(solver='cg') a step of your own.",
@@ -158,18 +142,14 @@ class _Run:
                 )
             )
         self.callers = Unwritten()
-        self.callers.add(_tree.flatten((state, meta, self.batches))[0])
+        self.callers.add(_tree.leaves((state, meta, self.batches)))
         devices = devices_of(self.start)
         self.devices, self.autocast = devices, Autocast(devices)
-        with torch.no_grad(), closures.watching() as watch:
-            own = [detached(leaf) for leaf in self.start]
-            fed = [_tree.map(cut, batch) for batch in fetched]
-            plain = _tree.unflatten(own, self.spec)
-            final, self.outs = fold(step, plain, _tree.map(detached, meta), fed)
+        own = [_tree.detach(leaf) for leaf in self.start]
+        fed = [_tree.map(cut, batch) for batch in fetched]
+        with torch.no_grad():
+            final, self.outs = self._train(_tree.unflatten(own, self.spec), meta, fed)
             self.randomness = Randomness(devices)
-        for tensor in watch.found.values():
-            roots = getattr(step, "roots", (step,))
-            raise RequirementError(closures.not_followed(tensor, None, roots))
         self.final, self.final_spec = _tree.flatten(final)
         check_visible(self.final)
         last = {id(leaf) for leaf in self.final}
@@ -178,22 +158,42 @@ class _Run:
         """By the id of a final leaf that no step has replaced, the tensor that was given."""
         self._check_inputs(meta)
 
+    def _train(self, state: Any, meta: Any, batches: list[Any]) -> tuple[Any, list[Any]]:
+        """Take all steps; refuse tensors that they close over."""
+        observer, roots = closures.Observer(), self.step.roots
+        try:
+            step = self.step.observed(observer.look)
+            found = fold(step, state, _tree.map(_tree.detach, meta), batches)
+        except closures.ComputedOutsideError as error:
+            raise closures.not_followed(None, error.node, roots) from None
+        observer.settle()
+        closures.Suspects(observer.found.values()).refuse(
+            lambda: self._leaves_of(state, meta, batches), roots
+        )
+        return found
+
+    def _leaves_of(self, state: Any, meta: Any, batches: list[Any]) -> list[Tensor]:
+        """The leaves that the steps use without being given them, by taking the steps again."""
+        observer = closures.Observer()
+        with preserved(self.devices):
+            fold(self.step.observed(observer.look), state, _tree.map(_tree.detach, meta), batches)
+        observer.settle()
+        return list(observer.found.values())
+
     def _check_inputs(self, meta: Any) -> None:
         learned = [t for t in self.start if isinstance(t, Tensor) and t.requires_grad]
         resting = {id(t) for t in self.unmoved.values()}
         lost = [t for t in learned if id(t) not in resting]
         anchored = self.how.proximal > 0
-        lasting = getattr(self.step, "lasting", ())
-        for name, value in (meta.opt if self.own else {}).items():
-            leaves = _tree.flatten(value)[0]
-            learned_one = any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
-            if learned_one and name not in lasting:
+        lasting = self.step.lasting
+        for name, value in ({} if lasting is None else meta.opt).items():
+            if name not in lasting and any(t.requires_grad for t in _tree.tensors(value)):
                 raise RequirementError(_no_influence(f"the setting {name!r} of the optimizer"))
         if lost and not anchored:
             raise RequirementError(_no_influence("the initial state"))
 
     def result(self) -> tuple[Any, Any]:
-        tensors = [*self.meta, *self.unmoved.values(), *_tree.flatten(self.batches)[0]]
+        tensors = [*self.meta, *self.unmoved.values(), *_tree.leaves(self.batches)]
         inputs = {id(t): t for t in tensors if isinstance(t, Tensor) and t.requires_grad}
         self.inputs = list(inputs.values())
         self.places = self._places()
@@ -203,22 +203,23 @@ class _Run:
             check_visible(column if isinstance(column, list) else ())
         if self.inputs and self.places:
             self._check_stationary()
-            leaves, outs = connected(
-                leaves, outs, self.places, lambda values: _Solve.apply(self, values, *self.inputs)
+            leaves, outs = connect(
+                leaves,
+                outs,
+                self.places,
+                lambda values: attach(values, self.inputs, self.pull, name="Implicit"),
             )
         return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
     def _places(self) -> list[int]:
         """Where the unknowns of the equation are among the leaves of the last state."""
-        if not self.own:
-            return [i for i, t in enumerate(self.final) if differentiable(t)]
         with torch.no_grad(), preserved(self.devices):
-            meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
+            meta = _tree.unflatten([_tree.detach(t) for t in self.meta], self.meta_spec)
             state = self._at(self.final)
             found = [
                 pair
                 for batch in self.batches
-                for pair in self.step.stationarity(state, meta, _tree.map(cut, batch))
+                for pair in self.step.residual(state, meta, _tree.map(cut, batch))
             ]
         moved = {id(leaf) for leaf, _ in found}
         return [i for i, leaf in enumerate(self.final) if id(leaf) in moved]
@@ -228,27 +229,23 @@ class _Run:
 
     def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
         """What is zero at the last state, averaged over the batches of all steps."""
-        leaves = _tree.flatten(state)[0]
+        leaves = _tree.leaves(state)
         unknown = [leaves[i] for i in self.places]
         total = [torch.zeros_like(leaf) for leaf in unknown]
         for batch, share in zip(batches, self.shares, strict=True):
             self.randomness.set()
-            if self.own:
-                # A batch may leave weights out, which then stay where they are.
-                pairs = self.step.stationarity(state, meta, batch)
-                moving = {id(leaf): grad for leaf, grad in pairs}
-                found = [moving.get(id(leaf)) for leaf in unknown]
-            else:
-                new = _tree.flatten(taken(self.step, state, meta, batch)[0])[0]
-                found = [leaves[i] - new[i] for i in self.places]
+            # A batch may leave weights out, which then stay where they are.
+            pairs = self.step.residual(state, meta, batch)
+            moving = {id(leaf): rest for leaf, rest in pairs}
+            found = [moving.get(id(leaf)) for leaf in unknown]
             total = [a if b is None else a + share * b for a, b in zip(total, found, strict=True)]
         return total
 
     def _check_stationary(self) -> None:
         with torch.no_grad(), preserved(self.devices):
-            meta = _tree.unflatten([detached(t) for t in self.meta], self.meta_spec)
+            meta = _tree.unflatten([_tree.detach(t) for t in self.meta], self.meta_spec)
             batches = [_tree.map(cut, batch) for batch in self.batches]
-            start = _tree.unflatten([detached(t) for t in self.start], self.spec)
+            start = _tree.unflatten([_tree.detach(t) for t in self.start], self.spec)
             end = _norm(self.residual(self._at(self.final), meta, batches))
             begin = _norm(self.residual(start, meta, batches))
         if end > self.how.stationary * begin:
@@ -262,7 +259,7 @@ class _Run:
                 stacklevel=6,
             )
 
-    def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def pull(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the converged weights."""
         if any(g is not None for g in grads[len(self.places) :]):
             raise RequirementError(
@@ -279,7 +276,7 @@ class _Run:
         originals = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
         leaves: list[Any] = [given.get(id(leaf), leaf) for leaf in originals]
         for i in self.places:
-            leaves[i] = closures.own(leaves[i].detach().requires_grad_())
+            leaves[i] = leaves[i].detach().requires_grad_()
         unknown: list[Tensor] = [leaves[i] for i in self.places]
         meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
         batches = _tree.map(lambda t: given[id(t)] if id(t) in given else cut(t), self.batches)
@@ -305,7 +302,7 @@ class _Run:
             )
             return torch.cat([f.reshape(-1) for f in found])
 
-        if getattr(self.step, "first_order", False) and b.any():
+        if self.step.first_order and b.any():
             constant = not any(e.requires_grad for e in equation)
             moved = torch.zeros_like(b) if constant else product(b)
             pairs = zip(_split(b, equation), _split(moved, equation), strict=True)
@@ -335,18 +332,3 @@ def _no_influence(what: str) -> str:
         "where training has converged, the way there has no influence: the gradient is zero.",
         "learn without it, Implicit(proximal=1.0) for the initial weights, or another strategy.",
     )
-
-
-class _Solve(torch.autograd.Function):
-    """Puts converged weights into the graph; its backward solves the linear system."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, values: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_higher("Implicit's backward")
-        return None, None, *ctx.run.pulled(grads)

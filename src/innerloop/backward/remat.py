@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from innerloop.backward.orders import every
-from innerloop.backward.strategy import Backward, Step
+from innerloop.backward.strategy import Backward, check_count
 from innerloop.backward.walk import walk
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.step.protocol import Step
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Remat(Backward):
 
     Memory: J / k × the state (weights and what the optimizer keeps), and k × the activations.
     Time:   that of :class:`Tape`, and one more forward and inner gradient for each step.
-    Exact:  yes.
+    Exact:  yes. Where the gradient is differentiated again, a graph over all steps is kept.
     """
 
     every: int = 1
@@ -37,18 +37,5 @@ class Remat(Backward):
         return replace(self, _ahead=count == 1)
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        schedule = functools.partial(every, len(batches), self.every)
-        return walk(step, state, meta, batches, schedule, self._ahead)
-
-
-def check_count(owner: str, name: str, value: Any) -> None:
-    """Refuse what is not a whole number above 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InnerLoopError(
-            four_part(
-                f"You wrote {owner}({name}={value!r}).",
-                "a whole number, 1 or more.",
-                f"{name!r} counts steps or states.",
-                f"{owner}({name}=1).",
-            )
-        )
+        order = functools.partial(every, len(batches), self.every)
+        return walk(step, state, meta, batches, order, self._ahead)

@@ -1,4 +1,4 @@
-"""What a strategy is, and what all of them do with the outputs of steps."""
+"""The base class of the strategies, and what all of them do with the outputs of steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._tree import differentiable as differentiable
-from innerloop.errors import RequirementError, four_part
-
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+from innerloop._tree import differentiable
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.step.protocol import Step, fold
 
 
 class Backward(abc.ABC):
@@ -27,39 +26,32 @@ class Backward(abc.ABC):
         """Fold ``step`` over the batches: the final state and the stacked outputs."""
 
     def for_tasks(self, count: int) -> Backward:
-        """The strategy to use when so many inner loops are alive at once."""
+        """The strategy to use when ``count`` inner loops are alive at once."""
         return self
 
 
-def detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+def run_plainly(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+    """One graph over all steps, or none where gradients are off."""
+    state, outs = fold(step, state, meta, batches)
+    return state, stack_outputs(outs)
 
 
 def cut(value: Any) -> Any:
-    """The same without a graph, and not the same object: what is done to its flags stays here."""
+    """Detaches every tensor, as a new object: changes of its flags do not reach the original."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def taken(step: Step, state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
-    """One step, which may write to the containers it is given, from a state that stays as it is.
-
-    What :func:`innerloop.inner_step` makes does not write to them.
-    """
-    return step(state if is_known(step) else _tree.copied(state), meta, batch)
-
-
-def is_known(step: Step) -> bool:
-    """Whether :func:`innerloop.inner_step` made it."""
-    return hasattr(getattr(step, "__self__", step), "roots")
-
-
-def fold(step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The plain loop: the final state and a list of outputs."""
-    outs = []
-    for j in range(len(batches)):
-        state, out = taken(step, state, meta, batches[j])
-        outs.append(out)
-    return state, outs
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Refuse anything but a whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InnerLoopError(
+            four_part(
+                f"You wrote {owner}({name}={value!r}).",
+                "a whole number, 1 or more.",
+                f"{name!r} counts steps or states.",
+                f"{owner}({name}=1).",
+            )
+        )
 
 
 def check_visible(leaves: Iterable[Any]) -> None:
@@ -80,7 +72,7 @@ def check_visible(leaves: Iterable[Any]) -> None:
         )
 
 
-def stacked(outs: Sequence[Any]) -> Any:
+def stack_outputs(outs: Sequence[Any]) -> Any:
     """The outputs of all steps with a new first axis; what cannot be stacked becomes a list."""
     if not outs:
         return None
@@ -90,24 +82,24 @@ def stacked(outs: Sequence[Any]) -> Any:
 
 def columns(outs: Sequence[Any]) -> tuple[list[Any], Any]:
     """For each leaf of the outputs, its values at all steps: one tensor, or a list."""
-    flat = [_tree.flatten(out) for out in outs]
-    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
-    return [_stack(column) for column in leaves], flat[0][1]
+    spec = _tree.flatten(outs[0])[1]
+    leaves = zip(*[_tree.leaves(out) for out in outs], strict=True)
+    return [_stack(column) for column in leaves], spec
 
 
-def connected(
-    state: Sequence[Any], outs: Sequence[Any], moved: Sequence[int], connect: Callable[..., Any]
+def connect(
+    state: Sequence[Any], outs: Sequence[Any], moved: Sequence[int], attach: Callable[..., Any]
 ) -> tuple[list[Any], list[Any]]:
-    """State leaves and output columns, those that can have a gradient passed through ``connect``.
+    """State leaves and output columns, those that can have a gradient passed through ``attach``.
 
-    ``moved`` are the places of such leaves in the state. What ``connect`` sees of the outputs are
+    ``moved`` are the places of such leaves in the state. What ``attach`` sees of the outputs are
     all tensors of differentiable columns, in order.
     """
     state, outs = list(state), list(outs)
     parts = [[c] if isinstance(c, Tensor) else c for c in outs]
     shown = [i for i, part in enumerate(parts) if all(map(differentiable, part))]
     values = [state[i] for i in moved] + [t for i in shown for t in parts[i]]
-    rest = iter(connect(values))
+    rest = iter(attach(values))
     for i in moved:
         state[i] = next(rest)
     for i in shown:
@@ -116,8 +108,10 @@ def connected(
     return state, outs
 
 
-def by_step(outs: Sequence[Any], grads: Sequence[Tensor | None], j: int) -> list[Tensor | None]:
-    """The gradients of one step's outputs, out of those of what ``connected`` showed of columns."""
+def grads_of_step(
+    outs: Sequence[Any], grads: Sequence[Tensor | None], j: int
+) -> list[Tensor | None]:
+    """The gradients of one step's outputs, out of those of what ``connect`` showed of columns."""
     rest, found = iter(grads), []
     for column in outs:
         part = [column] if isinstance(column, Tensor) else column
@@ -132,6 +126,6 @@ def by_step(outs: Sequence[Any], grads: Sequence[Tensor | None], j: int) -> list
 
 
 def _stack(column: Sequence[Any]) -> Any:
-    if all(isinstance(value, Tensor) and value.shape == column[0].shape for value in column):
+    if all([isinstance(value, Tensor) and value.shape == column[0].shape for value in column]):
         return torch.stack(list(column))
     return list(column)

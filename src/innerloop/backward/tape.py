@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from innerloop.backward.strategy import Backward, Step, fold, stacked
+from innerloop.backward.strategy import Backward, run_plainly
+from innerloop.step.protocol import Step
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,8 @@ class Tape(Backward):
 
     Memory: J × the activations of a step.
     Time:   the least of all strategies while everything fits into memory.
-    Exact:  yes. The only one whose result can be differentiated again (nested inner loops).
+    Exact:  yes.
     """
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        state, outs = fold(step, state, meta, batches)
-        return state, stacked(outs)
+        return run_plainly(step, state, meta, batches)

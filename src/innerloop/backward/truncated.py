@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop.backward.remat import check_count
-from innerloop.backward.strategy import (
-    Backward,
-    Step,
-    check_visible,
-    columns,
-    cut,
-    detached,
-    fold,
-)
+from innerloop.backward.strategy import Backward, check_count, check_visible, columns, cut
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
+from innerloop.step.protocol import Step, fold
 
 
 @dataclass(frozen=True)
@@ -71,13 +63,13 @@ class Truncated(Backward):
         rest = Part(batches, before, len(batches))
         if not before:
             return self.within.run(step, state, meta, rest)
-        check_visible(_tree.flatten(state)[0])
+        check_visible(_tree.leaves(state))
         with torch.no_grad():
             head = _Plain(batches, 0, before)
-            state, outs = fold(step, _tree.map(detached, state), meta, head)
-        check_visible(_tree.flatten(state)[0])
-        state, late = self.within.run(step, _tree.map(detached, state), meta, rest)
-        return state, _joined(outs, late)
+            state, outs = fold(step, _tree.map(_tree.detach, state), meta, head)
+        check_visible(_tree.leaves(state))
+        state, late = self.within.run(step, _tree.map(_tree.detach, state), meta, rest)
+        return state, _join(outs, late)
 
 
 class Part(Sequence[Any]):
@@ -102,7 +94,7 @@ class _Plain(Part):
         return _tree.map(cut, super().__getitem__(j))
 
 
-def _joined(early: Sequence[Any], late: Any) -> Any:
+def _join(early: Sequence[Any], late: Any) -> Any:
     """The outputs of all steps: those of the first ones, and the stacked ones of the last."""
     first, spec = columns(early)
     pairs = zip(first, spec.flatten_up_to(late), strict=True)

@@ -1,52 +1,92 @@
-"""Algorithm 1's walk back over the steps, in any order a schedule gives.
+"""Algorithm 1's walk over the steps, in any order of visits.
 
-Forwards, steps are taken without a graph and the schedule says which states to keep. Backwards, a
+Climbing, steps are taken without a graph and the order says which states to keep. Descending, a
 step is taken once more from a kept state, with a graph of its own, and the gradient of the state
 after it (B of the paper) is pulled back to the state before it; what falls to the meta-parameters
-(A) is added up. Only one step's activations exist at a time. With ``ahead``, the last steps, where
-the way down begins, have their graph from the start.
+(A) is added up. Only one step's activations exist at a time. With ``ahead``, the steps at which the
+descent begins have their graph from the start.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from innerloop import _deferred, _tree
-from innerloop._allocator import keep_freed_for
+from innerloop import _tree
+from innerloop._tree import differentiable
+from innerloop.backward.attach import attach
 from innerloop.backward.orders import Action, Advance, Drop, Keep, Load, Reverse
 from innerloop.backward.segment import Grads, Segment
 from innerloop.backward.strategy import (
-    Step,
-    by_step,
     check_visible,
     columns,
-    connected,
+    connect,
     cut,
-    detached,
-    differentiable,
-    fold,
-    is_known,
-    stacked,
-    taken,
+    grads_of_step,
+    run_plainly,
+    stack_outputs,
 )
 from innerloop.errors import RequirementError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Randomness, Unwritten, devices_of, preserved
-from innerloop.step.gradient import refuse_higher
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.writes import Unwritten
+from innerloop.step.protocol import Step, fold
+
+Order = Callable[[], Iterator[Action]]
 
 
-class _Kept(NamedTuple):
+def walk(
+    step: Step, state: Any, meta: Any, batches: Sequence[Any], order: Order, ahead: bool
+) -> tuple[Any, Any]:
+    """Fold ``step`` over the batches; the backward follows ``order``."""
+    if not torch.is_grad_enabled() or not len(batches):
+        return run_plainly(step, state, meta, batches)
+    check_visible(_tree.leaves(state))
+    before = Randomness(devices_of(_tree.leaves(state)))
+    try:
+        return Walk(step, state, meta, batches, order, ahead).result()
+    except closures.ComputedOutsideError:
+        before.set()
+        state, outs = fold_in_graph(step, state, meta, batches)
+        return state, stack_outputs(outs)
+
+
+def fold_in_graph(
+    step: Step, state: Any, meta: Any, batches: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """The plain loop by torch's own recomputation, with one state kept for each step.
+
+    A tensor that was computed outside and closed over is then an ordinary part of the graph, and
+    the gradient can be differentiated again.
+    """
+
+    def take(state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+        return checkpoint(step, state, meta, batch, use_reentrant=False)
+
+    before = Randomness(devices_of(_tree.leaves(state)))
+    try:
+        return fold(take, state, meta, batches)
+    except RuntimeError as error:
+        if "saved tensor" not in str(error):
+            raise
+        # torch.func.grad in a step does not admit torch's recomputation (pytorch#122729).
+        before.set()
+        return fold(step, state, meta, batches)
+
+
+class Kept(NamedTuple):
+    """A state, and the random state of the moment before its step."""
+
     state: Any
     randomness: Randomness
 
 
 class Walk:
-    """One run of the loop: what was kept on the way up, and how to come down again."""
+    """One run of the loop: the states kept by the climb, and the descent."""
 
     def __init__(
         self,
@@ -54,315 +94,292 @@ class Walk:
         state: Any,
         meta: Any,
         batches: Sequence[Any],
-        schedule: Callable[[], Iterator[Action]],
-        ahead: bool = True,
+        order: Order,
+        ahead: bool,
     ) -> None:
-        self.step, self.meta, self.batches, self.schedule = step, meta, batches, schedule
-        self.ahead, self.depth = ahead, closures.depth()
-        self.lean = False
-        """Whether steps now leave out values that only their first run is asked for."""
-        self.left = 0
-        """How many were left out in the last walk."""
-        self.roots = getattr(step, "roots", (step,))
-        self.start, spec = _tree.flatten(state)
-        check_visible(self.start)
+        self.step, self.meta, self.batches, self.order = step, meta, batches, order
+        self.start, self.spec = _tree.flatten(state)
         self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
-        self.kept: dict[int, _Kept] = {}
+        self.kept: dict[int, Kept] = {}
         self.outs: list[Any] = []
-        self.marks: dict[int, list[Tensor]] = {}
-        """A few numbers for each step, by which to see whether it comes out the same again."""
-        self.given: dict[int, Tensor] = {}
-        """Leaves of batches that require grad."""
-        self.learned: dict[int, Any] = {}
-        """The batches they are in."""
+        self.norms: list[Tensor] = []
+        """The norm of each step's results, by which a step is recognized when taken again."""
+        self.learned_batches: dict[int, Any] = {}
+        """Batches with tensors that require grad. Fetched again, they could be other tensors."""
         self.callers = Unwritten()
-        self.callers.add(_tree.flatten((state, meta))[0])
-        self.own = [detached(leaf) for leaf in self.start]
-        self.original = {id(new): old for new, old in zip(self.own, self.start, strict=True)}
+        self.callers.add(_tree.leaves((state, meta)))
+        own = [_tree.detach(leaf) for leaf in self.start]
+        self.first = Kept(_tree.unflatten(own, self.spec), Randomness(self.devices))
+        self.original = {id(new): old for new, old in zip(own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
-        keep_freed_for(self)
-        with torch.no_grad(), self.autocast.restored(), closures.watching() as watch:
-            final = self._climb(_tree.unflatten(self.own, spec), watch)
-        self.final, self.final_spec = _tree.flatten(final)
-        constants = getattr(step, "constants", lambda state: ())
-        self.constants.update(map(id, constants(final)))
-        self.outside = list(watch.found.values())
-        self.callers.add(self.outside)
-
-    # Up. ----------------------------------------------------------------------------------------
-
-    def _climb(self, state: Any, watch: closures.Watch) -> Any:
-        """Keep what the schedule keeps before its first reversal, and go on to the last state."""
-        self.first = _Kept(state, Randomness(self.devices))
-        action, working, at = self._until_reversal(self.outs)
-        self.pending: tuple[Reverse, _Kept] | None = (action, working)
         self.segment: Segment | None = None
-        # With leaves of its own in it, it would take another segment to tell what they are.
-        ahead = self.ahead and not watch.made
-        segment = self._segment(action, working, first=True) if ahead else None
-        leaves, nodes = ([], []) if segment is None else segment.strangers()
-        if segment is None or nodes:
-            # Something computed earlier is closed over: without a graph, the step can say what.
-            working.randomness.set()
-            advance = Advance(at, len(self.batches))
-            return self._moved(working, at, advance, self.outs)[0].state
-        known = [leaf for leaf in leaves if id(leaf) in watch.found]
-        suspects = closures.Suspects(leaf for leaf in leaves if id(leaf) not in watch.found)
-        with preserved(self.devices):
-            outside = suspects.outside(lambda: self._leaves_of(action, working, first=True))
-        watch.found.update((id(leaf), leaf) for leaf in outside)
-        segment.leaves = [*known, *outside]
+        """The steps that the descent begins with, if they have their graph already."""
+        with torch.no_grad(), self.autocast.restored():
+            final = self._climb(ahead)
+        self.final, self.final_spec = _tree.flatten(final)
+        self.constants.update(map(id, step.constants(final)))
+
+    # Climb. -------------------------------------------------------------------------------------
+
+    def _climb(self, ahead: bool) -> Any:
+        """Keep what the order keeps before its first reversal, and go on to the last state."""
+        observer = closures.Observer()
+        step = self.step.observed(observer.look)
+        reverse, working = self._advance_to_reversal(step, observer)
+        self.pending: tuple[Reverse, Kept] | None = (reverse, working)
+        if ahead:
+            final = self._climb_with_graph(reverse, working, observer)
+        else:
+            final = self._take(step, working, Advance(*reverse), observer).state
+        self.closed_over = list(observer.found.values())
+        self.callers.add(self.closed_over)
+        return final
+
+    def _climb_with_graph(
+        self, reverse: Reverse, working: Kept, observer: closures.Observer
+    ) -> Any:
+        """Take the last steps with their graph, which the descent then need not make."""
+        batches = [self._batch(j) for j in range(*reverse)]
+        segment = Segment(self.step, working.state, self.meta, batches, self.original)
+        leaves, older = segment.find_closures()
+        if older:
+            raise closures.ComputedOutsideError(older[0])
+        # Among them may be leaves that the steps made for themselves. Nobody asks their gradient.
+        observer.found.update((id(leaf), leaf) for leaf in leaves)
+        segment.closed_over = leaves
         self.segment = segment
-        self.outs += [_tree.map(detached, out) for out in segment.outs]
-        self.marks[action.stop] = _mark(segment.state, segment.outs[-1])
-        caller = segment.unmoved()
-        plain = {id(old): new for new, old in zip(self.own, self.start, strict=True)}
+        for out in segment.outs:
+            self.outs.append(_tree.map(_tree.detach, out))
+        callers, ours = segment.unmoved(), {id(old): new for new, old in self._own_pairs()}
 
         def own(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and not leaf.requires_grad:
                 self.constants.add(id(leaf))
-            same = caller.get(id(leaf))
-            return plain.get(id(same), same) if same is not None else detached(leaf)
+            same = callers.get(id(leaf))
+            return _tree.detach(leaf) if same is None else ours.get(id(same), same)
 
         return _tree.map(own, segment.state)
 
-    def _until_reversal(self, outs: list[Any] | None) -> tuple[Reverse, _Kept, int]:
-        self.actions = self.schedule()
-        working, at = self.first, 0
+    def _own_pairs(self) -> list[tuple[Any, Any]]:
+        return list(zip(_tree.leaves(self.first.state), self.start, strict=True))
+
+    def _advance_to_reversal(
+        self, step: Step, observer: closures.Observer | None
+    ) -> tuple[Reverse, Kept]:
+        self.actions = self.order()
+        working = self.first
         for action in self.actions:
             if isinstance(action, Reverse):
-                return action, working, at
-            working, at = self._moved(working, at, action, outs)
-        raise AssertionError("a schedule without a reversal")
+                return action, working
+            working = self._move(step, working, action, observer)
+        raise AssertionError("an order without a reversal")
 
-    def _moved(
-        self, working: _Kept, at: int, action: Action, outs: list[Any] | None
-    ) -> tuple[_Kept, int]:
+    def _move(
+        self, step: Step, working: Kept, action: Action, observer: closures.Observer | None = None
+    ) -> Kept:
         if isinstance(action, Keep):
             self.kept[action.at] = working
         elif isinstance(action, Drop):
             del self.kept[action.at]
         elif isinstance(action, Load):
-            working, at = self.kept[action.at], action.at
+            working = self.kept[action.at]
             working.randomness.set()
         elif isinstance(action, Advance):
-            state, meta = working.state, _tree.map(detached, self.meta)
-            for j in range(action.start, action.stop):
-                batch = self._batch(j, first=outs is not None)
-                state, out = taken(self.step, state, meta, _tree.map(cut, batch))
-                if outs is not None:
-                    outs.append(_tree.map(detached, out))
-                    self.marks[j + 1] = _mark(state, out)
-            working = _Kept(state, Randomness(self.devices, working.randomness))
-            at = action.stop
-        return working, at
+            working = self._take(step, working, action, observer)
+        return working
 
-    def _batch(self, j: int, first: bool) -> Any:
-        if j in self.learned:
-            return self.learned[j]
-        with torch.enable_grad():  # It may be computed only now, out of learned data.
+    def _take(
+        self, step: Step, working: Kept, action: Advance, observer: closures.Observer | None
+    ) -> Kept:
+        """Take steps without a graph; the first time, an observer sees what they close over."""
+        state, meta = working.state, _tree.map(_tree.detach, self.meta)
+        for j in range(*action):
+            batch = self._batch(j)
+            state, out = step(state, meta, _tree.map(cut, batch))
+            if observer is not None:
+                observer.settle()
+                self.outs.append(_tree.map(_tree.detach, out))
+                self.norms.append(_norm_of(state, out))
+        return Kept(state, Randomness(self.devices, working.randomness))
+
+    def _batch(self, j: int) -> Any:
+        if j in self.learned_batches:
+            return self.learned_batches[j]
+        with torch.enable_grad():  # a batch may be computed only now, out of learned data
             batch = self.batches[j]
-        if first:
-            leaves = [t for t in _tree.flatten(batch)[0] if isinstance(t, Tensor)]
-            self.callers.add(leaves)
-            given = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
-            if given:
-                # Kept: another fetch could give other tensors, which nobody asks a gradient of.
-                self.learned[j] = batch
-                self.given.update(given)
+        if j >= len(self.outs):  # for the first time
+            tensors = _tree.tensors(batch)
+            self.callers.add(tensors)
+            if any([t.requires_grad for t in tensors]):
+                self.learned_batches[j] = batch
         return batch
 
-    def _segment(self, action: Reverse, working: _Kept, first: bool) -> Segment:
-        steps = range(action.start, action.stop)
-        batches = [self._batch(j, first) for j in steps]
-        outside = () if first else self.outside
-        again = self.lean and not first
-        return Segment(self.step, working.state, self.meta, batches, self.original, outside, again)
-
-    def _leaves_of(self, action: Reverse, working: _Kept, first: bool) -> list[Tensor]:
-        """The leaves that some steps use without being given them, by taking the steps again."""
-        working.randomness.set()
-        return self._segment(action, working, first).strangers()[0]
-
-    # Across. ------------------------------------------------------------------------------------
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """All tensors that the result depends on and that require grad, each once."""
-        named = _tree.flatten(self.meta)[0]
-        tensors = [*self.start, *named, *self.given.values(), *self.outside]
-        found = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-        return list({id(t): t for t in found}.values())
+    # The result. --------------------------------------------------------------------------------
 
     def result(self) -> tuple[Any, Any]:
         """The final state and the stacked outputs, connected to the inputs."""
-        outs, out_spec = columns(self.outs)
-        for column in outs:
-            check_visible(column if isinstance(column, list) else ())
+        check_visible(_tree.leaves((self.final, self.outs[-1])))
+        self.columns, out_spec = columns(self.outs)
         leaves = [self.original.get(id(leaf), leaf) for leaf in self.final]
-        inputs = self.inputs
         fixed = self.constants | self.original.keys()
         self.moved = [
             i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in fixed
         ]
-        if inputs:
-            self.columns = outs
-            leaves, outs = connected(
-                leaves, outs, self.moved, lambda values: _Connect.apply(self, values, *inputs)
+        given = _tree.tensors((self.start, self.meta, self.learned_batches))
+        tensors = [t for t in (*given, *self.closed_over) if t.requires_grad]
+        self.inputs = list({id(t): t for t in tensors}.values())
+        outs = self.columns
+        if self.inputs:
+            leaves, outs = connect(
+                leaves,
+                outs,
+                self.moved,
+                lambda values: attach(values, self.inputs, self.descend, self.descend_with_graph),
             )
         return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
 
-    # Down. --------------------------------------------------------------------------------------
+    # Descent. -----------------------------------------------------------------------------------
 
-    def pulled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def descend(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the connected results."""
-        with contextlib.suppress(_deferred.StaleError):
-            found = self._pulled(grads, lean=True)
-            if not self.left or not _has_nan(found):
-                return found
-        # Of training that diverged; or something could not do without what was left out.
-        return self._pulled(grads, lean=False)
-
-    def _pulled(self, grads: Sequence[Tensor | None], lean: bool) -> list[Tensor | None]:
         self.callers.check()
-        _deferred.left_out()
-        self.lean, self.left = False, 0
         self.sums: dict[int, Tensor] = {}
-        self.changed: list[Tensor] = []
+        self.differences: list[Tensor] = []
+        self.is_searched = self.segment is not None
         above: Grads = [None] * len(self.final)
         for i, grad in zip(self.moved, grads, strict=False):
             above[i] = grad
         shown = grads[len(self.moved) :]
         with preserved(self.devices), self.autocast.restored():
-            for action, working in self._descent():
-                above = self._reversed(action, working, above, shown)
-                left = _deferred.left_out()
-                self.left += left
-                # The first that is computed again is compared with all its values. Then as long
-                # as it helps.
-                lean = lean and (left > 0 or not self.lean)
-                self.lean = lean and len(self.changed) > 0
-        # Not to be held as long as somebody holds the loss.
-        self.kept.clear()
-        if any(map(bool, self.changed)):
-            raise RequirementError(_NOT_THE_SAME)
+            for reverse, working in self._reversals():
+                above = self._reverse(reverse, working, above, shown)
+        self.kept.clear()  # not to be held as long as the loss is
+        if self.differences and bool(torch.stack(self.differences).any()):
+            raise _not_the_same()
         return [self.sums.get(id(t)) for t in self.inputs]
 
-    def _descent(self) -> Iterator[tuple[Reverse, _Kept]]:
-        """The reversals of the schedule with their states; what comes between them is done here."""
+    def _reversals(self) -> Iterator[tuple[Reverse, Kept]]:
+        """The reversals of the order with their states."""
         if self.pending is None:
             # An earlier backward has used up what was kept: climb again.
             self.first.randomness.set()
             with torch.no_grad():
-                self.pending = self._until_reversal(None)[:2]
-        action, working = self.pending
-        self.pending = None
-        yield action, working
-        del working
-        at, current = -1, self.first
+                self.pending = self._advance_to_reversal(self.step, None)
+        pending, self.pending = self.pending, None
+        yield pending
+        del pending
+        working = self.first
         for action in self.actions:
             if isinstance(action, Reverse):
-                yield action, current
+                yield action, working
             else:
                 with torch.no_grad():
-                    current, at = self._moved(current, at, action, None)
+                    working = self._move(self.step, working, action)
 
-    def _reversed(
-        self, action: Reverse, working: _Kept, above: Grads, shown: Sequence[Tensor | None]
+    def _reverse(
+        self, reverse: Reverse, working: Kept, above: Grads, shown: Sequence[Tensor | None]
     ) -> Grads:
         """B before the steps, out of B after them."""
         segment, self.segment = self.segment, None
         if segment is None:
-            working.randomness.set()
-            segment = self._segment(action, working, first=False)
-            now, then = _mark(segment.state, segment.outs[-1]), self.marks[action.stop]
-            for new, old in zip(now, then, strict=True):
-                differs = ~_same(new, old)
-                self.changed.append((differs & ~new.isnan() if self.lean else differs).any())
-        steps = range(action.start, action.stop)
-        outs = [by_step(self.columns, shown, j) for j in steps]
-        below = segment.pulled(above, outs, self.roots, self._add)
-        suspects = segment.suspects
+            segment = self._take_again(reverse, working)
+            self._compare(segment, reverse)
+        suspects = None
+        if not self.is_searched:
+            leaves, older = segment.find_closures()
+            if older:
+                raise closures.not_followed(None, older[0], self.step.roots)
+            suspects, self.is_searched = closures.Suspects(leaves), True
+            del leaves
+        outs = [grads_of_step(self.columns, shown, j) for j in range(*reverse)]
+        below = segment.pull(above, outs, self._add)
         del segment
-        suspects.refuse(lambda: self._leaves_of(action, working, first=False), self.roots)
+        if suspects is not None:
+            suspects.refuse(
+                lambda: self._take_again(reverse, working).find_closures()[0], self.step.roots
+            )
         return below
+
+    def _take_again(self, reverse: Reverse, working: Kept) -> Segment:
+        working.randomness.set()
+        batches = [self._batch(j) for j in range(*reverse)]
+        return Segment(
+            self.step, working.state, self.meta, batches, self.original, self.closed_over
+        )
+
+    def _compare(self, segment: Segment, reverse: Reverse) -> None:
+        """Note whether the last of these steps came out as it did the first time."""
+        if reverse.stop > len(self.norms):
+            return
+        now, then = _norm_of(segment.state, segment.outs[-1]), self.norms[reverse.stop - 1]
+        if now.shape != then.shape:
+            raise _not_the_same()
+        close = torch.isclose(now, then, rtol=_tolerance(segment.state), equal_nan=True)
+        self.differences.append(~close.all())
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         known = self.sums.get(id(tensor))
         self.sums[id(tensor)] = grad if known is None else known + grad
 
+    def descend_with_graph(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same with a graph, where the gradients are to be differentiated again.
 
-def _mark(state: Any, out: Any) -> list[Tensor]:
+        Every input has a stand-in, so that each gradient is a partial derivative even if one input
+        was computed from another.
+        """
+        self.callers.check()
+        closed = {id(t) for t in self.closed_over}
+        targets = [t if id(t) in closed else t.view_as(t) for t in self.inputs]
+        stand_ins = {id(old): new for old, new in zip(self.inputs, targets, strict=True)}
+
+        def stand_in(leaf: Any) -> Any:
+            return stand_ins.get(id(leaf), leaf)
+
+        state = _tree.unflatten([stand_in(leaf) for leaf in self.start], self.spec)
+        batches = [_tree.map(stand_in, self._batch(j)) for j in range(len(self.batches))]
+        with preserved(self.devices), self.autocast.restored():
+            self.first.randomness.set()
+            final, outs = fold_in_graph(self.step, state, _tree.map(stand_in, self.meta), batches)
+        values: list[Tensor] = []
+        connect(_tree.leaves(final), columns(outs)[0], self.moved, lambda v: values.extend(v) or v)
+        pairs = zip(values, grads, strict=True)
+        live = [(v, g) for v, g in pairs if g is not None and v.requires_grad]
+        if not live:
+            return [None] * len(targets)
+        outputs, cotangents = zip(*live, strict=True)
+        found = torch.autograd.grad(
+            outputs, targets, cotangents, create_graph=True, allow_unused=True
+        )
+        return list(found)
+
+
+def _norm_of(state: Any, out: Any) -> Tensor:
     """The norms of all tensors in a state and an output, which another step would change."""
-    by_kind: dict[Any, list[Tensor]] = {}
-    leaves = _tree.flatten((state, out))[0]
-    check_visible(leaves)
-    for leaf in leaves:
-        if differentiable(leaf) and leaf.numel():
-            by_kind.setdefault((leaf.dtype, leaf.device), []).append(leaf.detach())
-    norms = torch._foreach_norm  # type: ignore[attr-defined]
-    return [torch.stack(norms(group)) for group in by_kind.values()]
+    leaves = [t.detach() for t in _tree.leaves((state, out)) if differentiable(t) and t.numel()]
+    if not leaves:
+        return torch.empty(0)
+    norms = torch._foreach_norm(leaves)  # type: ignore[attr-defined]
+    first = norms[0]
+    return torch.stack([norm.to(first.device, torch.float64) for norm in norms])
 
 
-def _same(new: Tensor, old: Tensor) -> Tensor:
-    if new.shape != old.shape:
-        raise RequirementError(_NOT_THE_SAME)
-    tolerance = {8: 1e-9, 4: 1e-5}.get(new.dtype.itemsize, 1e-2)
-    return torch.isclose(new, old, rtol=tolerance, equal_nan=True)
+def _tolerance(state: Any) -> float:
+    sizes = [t.dtype.itemsize for t in _tree.tensors(state) if differentiable(t)]
+    return {8: 1e-9, 16: 1e-9, 4: 1e-5}.get(min(sizes, default=8), 1e-2)
 
 
-def _has_nan(grads: Sequence[Tensor | None]) -> bool:
-    return any(grad is not None and bool(grad.isnan().any()) for grad in grads)
-
-
-_NOT_THE_SAME = four_part(
-    "A step gave another output when it was computed a second time.",
-    "a loss that depends only on the model, the batch and torch's own random numbers.",
-    "this strategy computes steps again, and the gradient would belong to other steps than those "
-    "taken.",
-    "torch's random functions without generator= (its own generator is replayed) instead of a "
-    "torch.Generator, random or numpy; batches that are the same whenever they are indexed; or "
-    "backward=Tape().",
-)
-
-
-class _Connect(torch.autograd.Function):
-    """Puts the results of a walk into the graph; its backward is the way down."""
-
-    @staticmethod
-    def forward(ctx: Any, walk: Walk, values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.walk = walk
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_higher("This strategy's backward")
-        with closures.at_depth(ctx.walk.depth):
-            return None, None, *ctx.walk.pulled(grads)
-
-
-def _any_requires_grad(tree: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.requires_grad for t in _tree.flatten(tree)[0])
-
-
-def walk(
-    step: Step,
-    state: Any,
-    meta: Any,
-    batches: Sequence[Any],
-    schedule: Callable[[], Iterator[Action]],
-    ahead: bool,
-) -> tuple[Any, Any]:
-    """Fold ``step`` over the batches; the backward follows ``schedule``."""
-    alone = not torch.is_grad_enabled() or (
-        # A step of one's own may use a tensor that it was not given: then the plain loop has it.
-        not is_known(step) and not _any_requires_grad((state, meta, list(batches)))
+def _not_the_same() -> RequirementError:
+    return RequirementError(
+        four_part(
+            "A step gave another output when it was computed a second time.",
+            "a loss that depends only on the model, the batch and torch's own random numbers.",
+            "this strategy computes steps again, and the gradient would belong to other steps "
+            "than those taken.",
+            "torch's random functions without generator= (its own generator is replayed) instead "
+            "of a torch.Generator, random or numpy; batches that are the same whenever they are "
+            "indexed; or backward=Tape().",
+        )
     )
-    if not len(batches) or alone:
-        state, outs = fold(step, state, meta, batches)
-        return state, stacked(outs)
-    return Walk(step, state, meta, batches, schedule, ahead).result()

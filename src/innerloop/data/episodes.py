@@ -1,4 +1,4 @@
-"""What a few-shot learner sees: a support set to learn from, a query set to be measured on."""
+"""Few-shot tasks: a support set to train on, a query set to evaluate on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.data.refusals import refusal
+from innerloop.errors import InnerLoopError
 
 
 class Batch(NamedTuple):
-    """Pictures and their labels."""
+    """Images and their labels."""
 
     x: Tensor
     """``[tasks, way*shot, channel, height, width]``, float32 in [0, 1]."""
@@ -22,41 +23,45 @@ class Batch(NamedTuple):
 class Episode(NamedTuple):
     """One meta-batch of few-shot tasks; every tensor has a leading task axis.
 
-    Rows are ordered by class: the pictures of label 0 first, then those of label 1, and so on.
+    Rows are ordered by class: the images of label 0 first, then those of label 1, and so on.
     Which class gets which label is drawn anew for every task.
     """
 
     support: Batch
-    """What the inner loop trains on: ``way * shot`` pictures per task."""
+    """The inner loop's training data: ``way * shot`` images per task."""
     query: Batch
-    """What the outer loss is measured on: ``way * query`` other pictures of the same classes."""
+    """The outer loss's data: ``way * query`` other images of the same classes."""
 
     def tasks(self, which: slice) -> Episode:
-        """Some of the tasks, still with a task axis."""
+        """Return some of the tasks, still with a task axis."""
         if not isinstance(which, slice):
-            raise InnerLoopError(
-                four_part(
-                    f"You asked for the tasks {which!r}.",
-                    "a slice.",
-                    "every tensor of an episode has a task axis, which a number would take away.",
-                    "episode.tasks(slice(0, 1)) for the first task alone.",
-                )
-            )
+            raise _not_a_slice(which)
         return Episode(*(Batch(part.x[which], part.y[which]) for part in self))
 
     def to(self, target: torch.dtype | torch.device | str) -> Episode:
-        """The same tasks on another device, or their pictures in another precision."""
+        """Return the same tasks on another device, or their images in another precision."""
         if isinstance(target, torch.dtype) and target.is_floating_point:
             return Episode(*(Batch(part.x.to(target), part.y) for part in self))
         try:
             device = torch.device(target)  # type: ignore[arg-type]
         except (TypeError, RuntimeError) as error:
-            raise InnerLoopError(
-                four_part(
-                    f"You asked for an episode as {target!r}.",
-                    "a device, or a dtype of floating-point numbers.",
-                    "pictures are numbers between 0 and 1.",
-                    "episode.to('cuda') or episode.to(torch.float64).",
-                )
-            ) from error
+            raise _no_device_or_dtype(target) from error
         return Episode(*(Batch(part.x.to(device), part.y.to(device)) for part in self))
+
+
+def _not_a_slice(which: object) -> InnerLoopError:
+    return refusal(
+        f"You asked for the tasks {which!r}.",
+        "a slice.",
+        "every tensor of an episode has a task axis, which a number would remove.",
+        "episode.tasks(slice(0, 1)) for the first task alone.",
+    )
+
+
+def _no_device_or_dtype(target: object) -> InnerLoopError:
+    return refusal(
+        f"You asked for an episode as {target!r}.",
+        "a device, or a dtype of floating-point numbers.",
+        "images are numbers between 0 and 1.",
+        "episode.to('cuda') or episode.to(torch.float64).",
+    )

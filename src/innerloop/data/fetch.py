@@ -1,4 +1,4 @@
-"""Download datasets from their official places."""
+"""Downloads datasets from their official places."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from innerloop.data._locate import data_root
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.data.locate import data_root
+from innerloop.data.refusals import refusal
+from innerloop.errors import InnerLoopError
 
 CHUNK = 1 << 16
 TIMEOUT = 30  # seconds without a byte
@@ -27,9 +28,9 @@ class File(NamedTuple):
 
     url: str
     path: str
-    """Where it goes, within the root."""
+    """Destination, relative to the root."""
     md5: str
-    """Of the official file, as its other readers record it."""
+    """Checksum of the official file, as its other readers record it."""
 
 
 _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
@@ -61,82 +62,74 @@ def fetch(
 ) -> list[Path]:
     """Download a dataset (``omniglot`` or ``cifar10``) to ``root`` (``$INNERLOOP_DATA``).
 
-    A broken download is kept as ``….part`` and goes on where it stopped, at once or when you call
-    again; the file gets its name only when its checksum is right. A file that is there already and
-    right is not downloaded again. ``progress(file, done, total)`` is called as bytes arrive.
+    An interrupted download is kept as ``….part`` and resumed, at once or at the next call; the file
+    gets its name only when its checksum is right. A file that is there already and right is not
+    downloaded again. ``progress(file, done, total)`` is called as bytes arrive.
 
     Returns the paths of the files.
     """
     if name not in SOURCES:
-        raise InnerLoopError(
-            four_part(
-                f"You asked to download {name!r}.",
-                f"one of {', '.join(SOURCES)}.",
-                "these have an official place from which anybody may download; glyphs needs no "
-                "download, and mini-ImageNet's pictures come under ImageNet's terms, by hand.",
-                f"fetch({next(iter(SOURCES))!r}, root).",
-            )
-        )
+        raise _no_download(name)
     return fetch_files(SOURCES[name], data_root(root), progress)
 
 
 def fetch_files(files: Sequence[File], root: Path, progress: Progress | None = None) -> list[Path]:
-    """Download files that are not there yet; return their paths."""
-    return [_fetch_file(file, root / file.path, progress or _silent) for file in files]
+    """Download the files that are missing; return the paths of all."""
+    return [_fetch_file(file, root / file.path, progress or _ignore) for file in files]
 
 
 def _fetch_file(file: File, path: Path, progress: Progress) -> Path:
     if path.exists():
-        _check_present(file, path)
+        if (found := _md5(path)) != file.md5:
+            raise _other_file(file, path, found)
         return path
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(file, part, progress)
-        _check_download(file, part)
+        if (found := _md5(part)) != file.md5:
+            part.unlink()
+            raise _wrong_checksum(file, found)
         part.replace(path)
     except (OSError, http.client.HTTPException) as error:
-        raise _failed(file, part, error) from error
+        raise _download_failed(file, part, error) from error
     return path
 
 
 def _download(file: File, part: Path, progress: Progress) -> None:
-    """Try a few times; each try goes on where the one before stopped."""
-    for left in reversed(range(TRIES)):
+    """Receive the file in up to ``TRIES`` connections, each resuming the one before."""
+    if part.exists() and _md5(part) == file.md5:
+        return
+    for attempt in range(1, TRIES + 1):
         try:
             return _receive(file, part, progress)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 416 and part.exists():  # nothing after what we have
-                if _md5(part) == file.md5:
-                    return None
-                part.unlink()
-            elif not left or error.code < 500:
+        except (OSError, http.client.HTTPException) as error:
+            if not _worth_another_try(error) or attempt == TRIES:
                 raise
-        except (OSError, http.client.HTTPException):
-            if not left:
-                raise
+            if getattr(error, "code", None) == 416:  # the part is longer than the file
+                part.unlink(missing_ok=True)
         time.sleep(PAUSE)
-    raise ConnectionError("the server offers less than was received before")
+
+
+def _worth_another_try(error: Exception) -> bool:
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        return error.code == 416 or error.code >= 500
+    return True
 
 
 def _receive(file: File, part: Path, progress: Progress) -> None:
-    have = part.stat().st_size if part.exists() else 0
+    """Append what is missing to ``part``, or write all of it if the server cannot resume."""
+    done = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(file.url, headers={"User-Agent": "innerloop"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
+    if done:
+        request.add_header("Range", f"bytes={done}-")
     with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-        # A server that knows no ranges, or sends another one, sends what must not be appended.
-        goes_on = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(
-            f"bytes {have}-"
-        )
-        if reply.status == 206 and not goes_on:
-            part.unlink(missing_ok=True)
-            raise ConnectionError("the server sent another range than asked for")
-        done = have if goes_on else 0
-        length = reply.headers.get("Content-Length")
-        total = done + int(length) if length and length.isdigit() else None
-        with part.open("ab" if goes_on else "wb") as out:
+        if reply.status != 206:
+            done = 0
+        length = reply.headers.get("Content-Length", "")
+        total = done + int(length) if length.isdigit() else None
+        with part.open("ab" if done else "wb") as out:
             progress(file.path, done, total)
             while chunk := reply.read(CHUNK):
                 out.write(chunk)
@@ -144,45 +137,6 @@ def _receive(file: File, part: Path, progress: Progress) -> None:
                 progress(file.path, done, total)
     if total is not None and done < total:
         raise ConnectionError(f"the connection ended after {done} of {total} bytes")
-
-
-def _check_download(file: File, part: Path) -> None:
-    found = _md5(part)
-    if found != file.md5:
-        part.unlink()
-        raise InnerLoopError(
-            four_part(
-                f"What {file.url} sent has the MD5 checksum {found}.",
-                f"{file.md5}.",
-                "the file is damaged, or not the official one; it was deleted.",
-                "the same command again; if it fails again, put the file there by hand.",
-            )
-        )
-
-
-def _check_present(file: File, path: Path) -> None:
-    found = _md5(path)
-    if found != file.md5:
-        raise InnerLoopError(
-            four_part(
-                f"{path} is there already, with the MD5 checksum {found}.",
-                f"no such file, or the official one, {file.md5}.",
-                "it is damaged or repacked, and might be yours: it is not overwritten.",
-                "another root, or delete the file first. A repacked one can be used as it is.",
-            )
-        )
-
-
-def _failed(file: File, part: Path, error: Exception) -> InnerLoopError:
-    kept = part.stat().st_size if part.exists() else 0
-    return InnerLoopError(
-        four_part(
-            f"{file.url} could not be downloaded ({error}).",
-            f"a connection to it, and room for it in {part.parent}.",
-            f"{kept} bytes have arrived and are kept in {part}.",
-            "the same command again: it goes on from there.",
-        )
-    )
 
 
 def _md5(path: Path) -> str:
@@ -193,5 +147,43 @@ def _md5(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _silent(name: str, done: int, total: int | None) -> None:
+def _ignore(name: str, done: int, total: int | None) -> None:
     pass
+
+
+def _no_download(name: str) -> InnerLoopError:
+    return refusal(
+        f"You asked to download {name!r}.",
+        f"one of {', '.join(SOURCES)}.",
+        "these have an official place from which anybody may download; glyphs needs no "
+        "download, and mini-ImageNet's images come under ImageNet's terms, by hand.",
+        f"fetch({next(iter(SOURCES))!r}, root).",
+    )
+
+
+def _wrong_checksum(file: File, found: str) -> InnerLoopError:
+    return refusal(
+        f"The file that {file.url} sent has the MD5 checksum {found}.",
+        f"{file.md5}.",
+        "the file is damaged, or not the official one; it was deleted.",
+        "the same command again; if it fails again, put the file there by hand.",
+    )
+
+
+def _other_file(file: File, path: Path, found: str) -> InnerLoopError:
+    return refusal(
+        f"{path} is there already, with the MD5 checksum {found}.",
+        f"no such file, or the official one, {file.md5}.",
+        "it is damaged or repacked, and might be yours: it is not overwritten.",
+        "another root, or delete the file first. A repacked one can be used as it is.",
+    )
+
+
+def _download_failed(file: File, part: Path, error: Exception) -> InnerLoopError:
+    kept = part.stat().st_size if part.exists() else 0
+    return refusal(
+        f"{file.url} could not be downloaded ({error}).",
+        f"a connection to it, and room for it in {part.parent}.",
+        f"{kept} bytes have arrived and are kept in {part}.",
+        "the same command again: it resumes the download.",
+    )

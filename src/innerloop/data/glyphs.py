@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from innerloop.data._numbers import whole
 from innerloop.data.images import Images, Splits
+from innerloop.data.integers import check_integer
 
 SIZE = 28
 MOST_STROKES = 4
@@ -24,7 +24,7 @@ AT_ONCE = 2000  # drawings rendered together: some tens of megabytes
 def glyphs(
     train: int = 1000, val: int = 100, test: int = 200, drawings: int = 20, seed: int = 0
 ) -> Splits:
-    """Draw three splits with so many classes each, and so many ``drawings`` of every class.
+    """Draw three splits with the given numbers of classes, and ``drawings`` images per class.
 
     The same seed gives the same drawings; the size of one split does not change another.
 
@@ -34,16 +34,13 @@ def glyphs(
         >>> list(splits.train.pixels.shape), len(splits.test)
         ([48, 1, 28, 28], 4)
     """
-    given = {"train": train, "val": val, "test": test}
-    sizes = {name: whole(name, classes) for name, classes in given.items()}
-    drawings = whole("drawings", drawings)
-    seed = whole("seed", seed, -(2**61), 2**62)  # three times as much must be a seed for torch
-    return Splits(
-        *(
-            _split(name, classes, drawings, torch.Generator().manual_seed(3 * seed + number))
-            for number, (name, classes) in enumerate(sizes.items())
-        )
-    )
+    drawings = check_integer("drawings", drawings)
+    seed = check_integer("seed", seed, -(2**61), 2**62)  # three times as much must fit a generator
+    splits = []
+    for number, (name, classes) in enumerate({"train": train, "val": val, "test": test}.items()):
+        generator = torch.Generator().manual_seed(3 * seed + number)
+        splits.append(_split(name, check_integer(name, classes), drawings, generator))
+    return Splits(*splits)
 
 
 def _split(name: str, classes: int, drawings: int, generator: torch.Generator) -> Images:
@@ -58,7 +55,7 @@ def _split(name: str, classes: int, drawings: int, generator: torch.Generator) -
 
 
 def _characters(classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Control points ``[classes, stroke, 4, 2]`` in [-1, 1], and which strokes are used."""
+    """Draw control points ``[classes, stroke, 4, 2]`` in [-1, 1], and a mask of used strokes."""
     shape = (classes, MOST_STROKES)
     start = _uniform((*shape, 1, 2), -0.9, 0.9, generator)
     # A pen that keeps its direction, more or less: smooth strokes, not scribbles.
@@ -70,7 +67,7 @@ def _characters(classes: int, generator: torch.Generator) -> tuple[Tensor, Tenso
     strokes = torch.cat([start, start + steps.cumsum(-2)], dim=-2)
     number = torch.randint(2, MOST_STROKES + 1, (classes, 1), generator=generator)
     used = torch.arange(MOST_STROKES) < number
-    # Centre on the used strokes, and fit them in the square, as people fill the box they write in.
+    # Center on the used strokes, and fit them in the square, as people fill the box they write in.
     inside = used[..., None, None]
     low = strokes.masked_fill(~inside, 9).amin((1, 2), keepdim=True)
     high = strokes.masked_fill(~inside, -9).amax((1, 2), keepdim=True)
@@ -79,7 +76,7 @@ def _characters(classes: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def _handwriting(strokes: Tensor, drawings: int, generator: torch.Generator) -> Tensor:
-    """Points of every drawing, in pixels: ``[classes * drawings, stroke * point, 2]``."""
+    """Return the points of all drawings, in pixels: ``[classes * drawings, stroke * point, 2]``."""
     control = strokes.repeat_interleave(drawings, dim=0)
     count = len(control)
     control = control + 0.07 * _normal(control.shape, generator)
@@ -100,14 +97,14 @@ def _handwriting(strokes: Tensor, drawings: int, generator: torch.Generator) -> 
 
 
 def _render(points: Tensor, used: Tensor, widths: Tensor) -> Tensor:
-    """Dots of ink along the strokes, as uint8 ``[drawings, 1, 28, 28]``.
+    """Put dots of ink along the strokes: uint8 ``[drawings, 1, 28, 28]``.
 
     A round dot is the product of a bump in x and a bump in y, so the ink of all dots is one matrix
     product per drawing. Ink saturates: where dots are dense or strokes cross it is not brighter.
     """
-    centres = torch.arange(SIZE, dtype=torch.float32) + 0.5
+    centers = torch.arange(SIZE, dtype=torch.float32) + 0.5
     across, down = (
-        torch.exp(-0.5 * ((points[..., axis : axis + 1] - centres) / widths.unsqueeze(-1)) ** 2)
+        torch.exp(-0.5 * ((points[..., axis : axis + 1] - centers) / widths.unsqueeze(-1)) ** 2)
         for axis in (0, 1)
     )
     inked = used.repeat_interleave(POINTS, dim=1).unsqueeze(-1)

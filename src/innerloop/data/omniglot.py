@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from innerloop.data._archive import ENDINGS, Source, opened
-from innerloop.data._cache import Content, cached
-from innerloop.data._decode import decode, is_picture
-from innerloop.data._locate import data_root, first_of
-from innerloop.data._numbers import SEEDS, whole
-from innerloop.data._refusal import refused
-from innerloop.data._splits import repeated
+from innerloop.data.archive import ENDINGS, Source, open_source
+from innerloop.data.cache import Content, load_or_decode
+from innerloop.data.decode import decode, is_image
 from innerloop.data.images import Images, Splits
+from innerloop.data.integers import SEEDS, check_integer
+from innerloop.data.locate import data_root, find_file
+from innerloop.data.refusals import unusable_file
+from innerloop.data.splits import find_overlap
 from innerloop.errors import InnerLoopError
 
 SIZE = 28
@@ -36,67 +36,74 @@ def omniglot(
     Reads ``images_background`` and ``images_evaluation``, as zips, tars or unpacked, in ``root``
     (``$INNERLOOP_DATA``), ``root/omniglot`` or ``root/omniglot/python``. Drawings are reduced from
     105 x 105 to 28 x 28 (Lanczos) and inverted, so that strokes are bright. The characters of both
-    parts are shuffled with ``seed`` and dealt out to train, val and test. With ``rotations``, the
+    parts are shuffled with ``seed`` and divided into train, val and test. With ``rotations``, the
     training characters turned by 90, 180 and 270 degrees are further training classes; use
     :meth:`Images.rotated` to do the same to the others.
 
-    Returns pictures ``[n, 1, 28, 28]``.
+    Returns images ``[n, 1, 28, 28]``.
     """
-    paths = [_part(data_root(root), part) for part in PARTS]
-    content = cached("omniglot", paths, f"size={SIZE}", lambda: _decoded(paths))
-    pixels, names = content["pixels"], tuple(content["names"])
-    images = Images(pixels, torch.arange(len(names) + 1) * DRAWINGS, names)
-    sizes = [whole("splits", size) for size in splits]
+    paths = [_find(data_root(root), part) for part in PARTS]
+    content = load_or_decode("omniglot", paths, f"size={SIZE}", lambda: _decode(paths))
+    names = tuple(content["names"])
+    images = Images(content["pixels"], torch.arange(len(names) + 1) * DRAWINGS, names)
+    sizes = [check_integer("splits", size) for size in splits]
     if len(sizes) != 3 or sum(sizes) > len(images):
-        raise refused(
-            paths[0].parent,
-            f"both parts have {len(images)} characters, the splits {splits} need {sum(sizes)}",
-            "all 1,623 characters, or three splits that sum to no more than there are",
-            "root=... with the complete dataset, or splits=(...)",
-        )
-    generator = torch.Generator().manual_seed(whole("seed", seed, *SEEDS))
+        raise _wrong_splits(paths[0].parent, len(images), sizes)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, *SEEDS))
     order = torch.randperm(len(images), generator=generator)
     train, val, test = (images.select(part) for part in order[: sum(sizes)].split(sizes))
     return Splits(train.rotated() if rotations else train, val, test)
 
 
-def _part(root: Path, part: str) -> Path:
-    folders = (root / "omniglot", root / "omniglot" / "python", root)
-    return first_of(
-        (folder / f"{part}{ending}" for folder in folders for ending in (*ENDINGS, "")),
+def _find(root: Path, part: str) -> Path:
+    return find_file(
         root,
+        ("omniglot", "omniglot/python", ""),
+        [f"{part}{ending}" for ending in (*ENDINGS, "")],
         f"Omniglot's {' and '.join(PARTS)}, as {', '.join(ENDINGS)} or unpacked",
         "the folder that holds them, or get them with: innerloop data fetch omniglot",
     )
 
 
-def _decoded(paths: list[Path]) -> Content:
-    places, pictures = [], []
+def _decode(paths: list[Path]) -> Content:
+    places, images = [], []
     for path in paths:
-        with opened(path, EXPECTED) as source:
-            for character, files in _characters(source).items():
+        with open_source(path, EXPECTED) as source:
+            for character, files in _list_characters(source).items():
                 places.append((character, path.name))
-                pictures += [255 - decode(source, file, 1, SIZE) for file in files]
-    if problem := repeated(places):
-        raise refused(paths[0].parent, problem, EXPECTED, "root=... with Omniglot's own two parts")
-    return {"pixels": torch.stack(pictures), "names": [character for character, _ in places]}
+                images += [255 - decode(source, file, 1, SIZE) for file in files]
+    if overlap := find_overlap(places):
+        write = "root=... with Omniglot's own two parts"
+        raise unusable_file(paths[0].parent, overlap, EXPECTED, write)
+    return {"pixels": torch.stack(images), "names": [character for character, _ in places]}
 
 
-def _characters(source: Source) -> dict[str, list[str]]:
-    """The drawings of every character, by ``alphabet/character``."""
+def _list_characters(source: Source) -> dict[str, list[str]]:
+    """List the drawings of every character, by ``alphabet/character``."""
     found: dict[str, list[str]] = {}
-    for name in filter(is_picture, source.names()):
+    for name in filter(is_image, source.names):
         parts = name.split("/")
         if len(parts) < 3:
-            raise _wrong(source, f"the picture {name!r} belongs to no alphabet and character")
+            problem = f"the image {name!r} belongs to no alphabet and character"
+            raise _wrong_content(source, problem)
         found.setdefault("/".join(parts[-3:-1]), []).append(name)
     if not found:
-        raise _wrong(source, "it holds no PNG pictures")
+        raise _wrong_content(source, "it holds no PNG images")
     for character, files in found.items():
         if len(files) != DRAWINGS:
-            raise _wrong(source, f"{character} has {len(files)} drawings, not {DRAWINGS}")
+            raise _wrong_content(source, f"{character} has {len(files)} drawings, not {DRAWINGS}")
     return found
 
 
-def _wrong(source: Source, problem: str) -> InnerLoopError:
-    return refused(source.path, problem, EXPECTED, "the path of the complete part of Omniglot")
+def _wrong_splits(folder: Path, characters: int, sizes: list[int]) -> InnerLoopError:
+    return unusable_file(
+        folder,
+        f"both parts have {characters} characters, splits={tuple(sizes)} needs {sum(sizes)}",
+        "all 1,623 characters, or three splits that sum to no more than there are",
+        "root=... with the complete dataset, or splits=(...)",
+    )
+
+
+def _wrong_content(source: Source, problem: str) -> InnerLoopError:
+    write = "the path of the complete part of Omniglot"
+    return unusable_file(source.path, problem, EXPECTED, write)

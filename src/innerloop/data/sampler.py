@@ -1,4 +1,4 @@
-"""Draws few-shot tasks, a whole meta-batch at a time."""
+"""Draws few-shot tasks, one meta-batch at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.data._numbers import SEEDS, whole
 from innerloop.data.episodes import Batch, Episode
 from innerloop.data.images import Images
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.data.integers import SEEDS, check_integer
+from innerloop.data.refusals import refusal
+from innerloop.errors import InnerLoopError
 
 
 class Sampler:
     """Draw meta-batches of N-way K-shot tasks from one split.
 
     Every task has ``way`` different classes, and from each ``shot`` support and ``query`` query
-    pictures, no picture twice. A draw is a few tensor operations and one lookup in the split's
+    images, no image twice. A draw is a few tensor operations and one lookup in the split's
     pixels, on the device where these are. The random numbers come from the sampler's own generator
     on the CPU: the same seed gives the same tasks on every device and for any number of threads,
     and no other random number of the program changes them.
@@ -37,10 +38,13 @@ class Sampler:
     def __init__(
         self, images: Images, way: int, shot: int, query: int, tasks: int, seed: int = 0
     ) -> None:
-        """Check that the split has enough classes and pictures, and seed the generator."""
-        self.images, self.seed = images, whole("seed", seed, *SEEDS)
-        self.way, self.shot = whole("way", way), whole("shot", shot)
-        self.query, self.tasks = whole("query", query), whole("tasks", tasks)
+        """Check that the split has enough classes and images, and seed the generator."""
+        self.images = images
+        self.way = check_integer("way", way)
+        self.shot = check_integer("shot", shot)
+        self.query = check_integer("query", query)
+        self.tasks = check_integer("tasks", tasks)
+        self.seed = check_integer("seed", seed, *SEEDS)
         self._check()
         device = images.pixels.device
         self._starts, self._counts = images.offsets[:-1], images.counts
@@ -58,40 +62,25 @@ class Sampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here: the generator's state, and the settings.
+        """Return the generator's state and the settings.
 
-        The settings hold a digest of the split, so that changed pictures are noticed.
+        The settings hold a digest of the split, so that changed images are noticed.
         """
         return {**self._settings(), "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the next draws are those that followed it."""
+        """Restore a state: the next draws are those that followed it."""
         given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
         saved = {name: given.get(name) for name in self._settings()}
         if saved != self._settings():
-            raise InnerLoopError(
-                four_part(
-                    f"The saved sampler has {_said(saved)}, this one has "
-                    f"{_said(self._settings())}.",
-                    "the same settings and the same split.",
-                    "the same random numbers would draw other tasks.",
-                    "a Sampler with the saved settings, then load_state_dict.",
-                )
-            )
+            raise _other_sampler(saved, self._settings())
         try:
             self._generator.set_state(given["generator"])
         except (KeyError, TypeError, RuntimeError) as error:
-            raise InnerLoopError(
-                four_part(
-                    f"The saved sampler's generator cannot be read ({error}).",
-                    "the state of a torch.Generator, under the name 'generator'.",
-                    "without it the next tasks are not those that followed.",
-                    "load_state_dict with what state_dict returned, whole.",
-                )
-            ) from error
+            raise _unreadable_generator(error) from error
 
     def _rows(self) -> Tensor:
-        """``[tasks, way, shot + query]``: rows of the split's pixels."""
+        """Draw the rows of the split's pixels: ``[tasks, way, shot + query]``."""
         classes = self._random(self.tasks, len(self.images)).argsort(stable=True)[:, : self.way]
         counts = self._counts[classes].unsqueeze(-1)
         order = self._random(self.tasks, self.way, int(self._counts.max()))
@@ -118,33 +107,48 @@ class Sampler:
             "query": self.query,
             "tasks": self.tasks,
             "classes": len(self.images),
-            "pictures": len(self.images.pixels),
+            "images": len(self.images.pixels),
             "digest": self.images.digest,
         }
 
     def _check(self) -> None:
-        asked = f"You asked for {self.way}-way tasks with {self.shot} + {self.query} pictures."
         if self.way > len(self.images):
-            raise InnerLoopError(
-                four_part(
-                    asked,
-                    f"at most the {len(self.images)} classes that the split has.",
-                    "the classes of a task are different ones.",
-                    f"way={len(self.images)} or fewer, or a split with more classes.",
-                )
+            raise self._impossible(
+                f"at most the {len(self.images)} classes that the split has.",
+                "the classes of a task are different ones.",
+                f"way={len(self.images)} or fewer, or a split with more classes.",
             )
         fewest = int(self.images.counts.min())
         if self.shot + self.query > fewest:
             name = self.images.names[int(self.images.counts.argmin())]
-            raise InnerLoopError(
-                four_part(
-                    asked,
-                    f"at most {fewest} per class: class {name!r} has no more.",
-                    "no picture may be in a task twice.",
-                    f"shot + query <= {fewest}.",
-                )
+            raise self._impossible(
+                f"at most {fewest} per class: class {name!r} has no more.",
+                "no image may be in a task twice.",
+                f"shot + query <= {fewest}.",
             )
 
+    def _impossible(self, needed: str, why: str, write: str) -> InnerLoopError:
+        wrote = f"You asked for {self.way}-way tasks with {self.shot} + {self.query} images."
+        return refusal(wrote, needed, why, write)
 
-def _said(settings: dict[str, Any]) -> str:
+
+def _other_sampler(saved: dict[str, Any], settings: dict[str, Any]) -> InnerLoopError:
+    return refusal(
+        f"The saved sampler has {_format(saved)}, this one has {_format(settings)}.",
+        "the same settings and the same split.",
+        "the same random numbers would draw other tasks.",
+        "a Sampler with the saved settings, then load_state_dict.",
+    )
+
+
+def _unreadable_generator(error: Exception) -> InnerLoopError:
+    return refusal(
+        f"The saved sampler's generator cannot be read ({error}).",
+        "the state of a torch.Generator, under the name 'generator'.",
+        "without it the next tasks are not those that followed.",
+        "load_state_dict with the complete result of state_dict.",
+    )
+
+
+def _format(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())

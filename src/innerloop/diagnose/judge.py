@@ -1,369 +1,353 @@
-"""From what was measured and seen to a verdict on each meta-parameter."""
+"""Verdicts: from measurements and traces to a row for each meta-parameter, and findings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from innerloop.backward import Implicit, Truncated
-from innerloop.diagnose.causes import Cause, causes
-from innerloop.diagnose.failures import (
-    Failure,
-    explained,
-    is_about_the_graph,
-    places_of,
-    violated,
-)
-from innerloop.diagnose.meta_parameters import MetaParameter
+from innerloop.diagnose import advice
+from innerloop.diagnose.advice import Advice
 from innerloop.diagnose.report import Difference, Finding, Row
-from innerloop.diagnose.steps import Steps
-from innerloop.diagnose.traced import Traced
-from innerloop.diagnose.tracer import Cut
+from innerloop.diagnose.runs import Failure, MetaParameter, StepNorms
+from innerloop.diagnose.tracer import Call, Cut, Tracer
 from innerloop.inner_loop import InnerLoop
+
+_STAGES = ("loss", "update", "val_loss")
+_RANKS = {kind: rank for rank, kind in enumerate(advice.CUTS)}
+Verdict = tuple[Finding, str]
+"""A finding, and the requirement of the paper that does not hold."""
 
 
 @dataclass
 class Evidence:
-    """All that is known when the verdicts are made."""
+    """Everything that was measured."""
 
     inner: InnerLoop
     steps: int
-    traced: Traced
+    step: Tracer
+    """The trace of the first step."""
+    val: Tracer
+    """The trace of the validation loss."""
     grads: Mapping[str, Tensor | None] | None = None
     """By the strategy of the inner loop; ``None`` if it raised."""
     failure: Failure | None = None
-    looked: Steps | None = None
+    norms: StepNorms | None = None
     differences: Mapping[str, Difference] = field(default_factory=dict)
+    functions: Sequence[str] = ()
+    """The user's own autograd.Functions."""
+    changed: set[str] = field(default_factory=set)
+    """Tensors that a run wrote to: ``"weights"`` or ``"batches"``."""
+    warnings: Sequence[str] = ()
 
-
-def approximation(seen: Evidence) -> tuple[str, str] | None:
-    """The approximation that was asked for, if one was, and what to write for none."""
-    inner, backward = seen.inner, seen.inner.backward
-    if meant(inner):
-        return meant(inner)
-    if inner.first_order:
-        text = "first_order=True leaves out the second derivatives, so this is approximate."
-        return text, "first_order=False for the exact gradient."
-    if isinstance(backward, Truncated) and seen.steps > backward.k:
-        text = f"{backward} leaves out what comes before {last(backward.k)}."
-        return text, "backward=il.Remat() or il.Binomial(8) for the exact gradient."
-    if isinstance(backward, Implicit):
-        text = "Implicit is exact only where training has converged."
-        return text, "more steps, or backward=il.Remat() for the exact gradient."
-    return None
-
-
-def meant(inner: InnerLoop) -> tuple[str, str] | None:
-    """What a val_loss says of itself: that its gradient is another by choice."""
-    return getattr(inner.val_loss, "by_choice", None)
-
-
-def last(k: int) -> str:
-    return "the last step" if k == 1 else f"the last {k} steps"
-
-
-class Judge:
-    """Makes one row for each meta-parameter, and collects what is found on the way."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.seen = evidence
-        self._found: dict[tuple[str, str], Finding] = {}
+    def harmful(self, stage: str) -> list[Cut]:
+        return (self.val if stage == "val_loss" else self.step).harmful(stage)
 
     @property
-    def findings(self) -> list[Finding]:
-        return list(self._found.values())
-
-    def row(self, p: MetaParameter) -> Row:
-        seen = self.seen
-        grad = None if seen.grads is None else seen.grads[p.name]
-        difference = seen.differences.get(p.name, Difference("not judged", why="not computed"))
-        norm = None if grad is None else float(torch.linalg.vector_norm(grad))
-        looked = seen.looked
-        row = Row(
-            p.name,
-            tuple(p.tensor.shape),
-            p.part,
-            norm is not None and 0 < norm < math.inf,
-            self._requirement(p),
-            norm,
-            () if looked is None else looked.per_step[p.name],
-            0.0 if looked is None else looked.direct[p.name],
-            difference,
-        )
-        finding, requirement = self._verdict(row)
-        if finding is None:
-            return row
-        self.add(finding)
-        return row._replace(problem=finding.problem, write=finding.write, requirement=requirement)
-
-    def add(self, finding: Finding) -> None:
-        """Join it with one that says the same of other meta-parameters."""
-        key = (finding.kind, finding.problem)
-        old = self._found.get(key)
-        if old is not None:
-            finding = old._replace(
-                rows=old.rows + finding.rows,
-                where=tuple(dict.fromkeys((*old.where, *finding.where))),
-            )
-        self._found[key] = finding
-
-    # Which requirement. -------------------------------------------------------------------------
-
-    def _requirement(self, p: MetaParameter) -> str:
-        looked = self.seen.looked
-        if p.part in ("setting", "optimizer"):
-            return "IIIa"
-        by_steps = looked is None or any(norm > 0 for norm in looked.per_step[p.name])
-        if p.part == "val_loss" or (looked is not None and not by_steps and looked.direct[p.name]):
-            return "I"
-        if p.part == "init":
-            if not self.seen.steps:
-                return "I"
-            return "II" if self.seen.inner.first_order else "IIIb"
-        return "II" if p.part == "other" else "IIIb"
-
-    # What is wrong. -----------------------------------------------------------------------------
-
-    def _verdict(self, row: Row) -> tuple[Finding | None, str]:
-        if self.seen.grads is None:
-            return self._failed(row)
-        if row.norm is not None and not math.isfinite(row.norm):
-            return self._not_finite(row)
-        if not row.reached:
-            return self._unreached(row)
-        if row.difference.verdict == "differs":
-            return self._differs(row)
-        return None, ""
-
-    def _failed(self, row: Row) -> tuple[Finding, str]:
-        failure = self.seen.failure
-        assert failure is not None
-        finding = self.failed(failure)._replace(rows=(row.name,))
-        lowered = self.lowered()
-        if "NaN" in failure.message and lowered:
-            problem = f"{finding.problem} {_OVERFLOW}"
-            finding = finding._replace(problem=problem, where=lowered, write=_FULL_PRECISION)
-            return finding, "IIIb"
-        cuts = [cut for stage in _STAGES for cut in self._cuts(row, stage)]
-        cuts = cuts or [cut for stage in _STAGES for cut in self._cuts(row, stage, own=False)]
-        if not cuts or not is_about_the_graph(failure):
-            return finding, violated(failure)
-        cause = causes(cuts)[0]
-        problem = f"{finding.problem} {cause.problem}"
-        finding = finding._replace(problem=problem, where=cause.where, write=cause.write)
-        return finding, cause.requirement
-
-    def failed(self, failure: Failure) -> Finding:
-        """An error that the loop ended with, as a finding."""
-        problem, write = explained(failure)
-        where = places_of(failure, self.seen.traced.step.calls)
-        if not where and failure.place is not None:
-            where = (str(failure.place),)
-        at = "" if failure.step is None else f" (in inner step {failure.step})"
-        message = f"{failure.kind}{at}: {failure.message}"
-        return Finding("broken", problem, where, write, (), message)
-
-    def _not_finite(self, row: Row) -> tuple[Finding, str]:
-        steps = [j for j, norm in enumerate(row.per_step) if not math.isfinite(norm)]
-        since = f", from step {max(steps)} backwards" if steps else ""
-        lowered = self.lowered()
-        if lowered:
-            problem = f"The gradient is not finite{since}. {_OVERFLOW}"
-            return Finding("broken", problem, lowered, _FULL_PRECISION, (row.name,)), "IIIb"
-        problem = f"The gradient is not finite{since}."
-        write = (
-            "grad_transform=il.clip_norm(1.0) or a smaller learning rate if the training loss "
-            "explodes; otherwise look for sqrt, norm or log at zero in the loss."
-        )
-        return Finding("broken", problem, (), write, (row.name,)), row.requirement
-
-    def _unreached(self, row: Row) -> tuple[Finding, str]:
-        for judge in (
-            self._unused,
-            self._first_order,
-            self._cut,
-            self._underflow,
-            self._nothing_measured,
-            self._nothing_moves,
-        ):
-            found = judge(row)
-            if found is not None:
-                return found
-        if row.difference.influence:
-            return self._unknown(row), row.requirement
-        return self._no_influence(row), row.requirement
-
-    def _unused(self, row: Row) -> tuple[Finding, str] | None:
-        traced = self.seen.traced
-        if row.part not in ("init", "loss", "optimizer") or row.difference.influence:
-            return None
-        if row.name in traced.step.used | traced.val.used or not traced.step.calls:
-            return None
-        what = {"init": "The model", "loss": "The loss", "optimizer": "The optimizer"}[row.part]
-        problem = f"{what} never uses this parameter."
-        write = "it in the forward, or remove it from the module (or .requires_grad_(False))."
-        return Finding("broken", problem, (), write, (row.name,)), row.requirement
-
-    def _first_order(self, row: Row) -> tuple[Finding, str] | None:
-        if not self.seen.inner.first_order or row.part not in ("loss", "init"):
-            return None
-        if not row.difference.influence:
-            return None
-        problem = (
-            "first_order=True takes inner gradients as constants, and this parameter acts through "
-            "nothing else."
-        )
-        write = "first_order=False."
-        return Finding("broken", problem, (), write, (row.name,)), "IIIb"
-
-    def _cut(self, row: Row) -> tuple[Finding, str] | None:
-        looked, difference = self.seen.looked, row.difference
-        sure = difference.influence or difference.verdict == "not judged"
-        for stage in _STAGES:
-            cuts = self._cuts(row, stage)
-            if not (sure or (stage == "val_loss" and looked and not looked.b_norms[-1])):
-                # Without an influence, only what has no derivative can be to blame.
-                cuts = [cut for cut in cuts if row.name in cut.sources]
-            if cuts:
-                return self._by_causes("broken", "No gradient arrives.", causes(cuts), row)
-        return None
-
-    def _underflow(self, row: Row) -> tuple[Finding, str] | None:
-        lowered = self.lowered()
-        if row.norm is None or not lowered:
-            return None
-        problem = "The gradient is zero: float16 has nothing between 0 and 6e-8."
-        return Finding("broken", problem, lowered, _FULL_PRECISION, (row.name,)), "IIIb"
-
-    def _nothing_measured(self, row: Row) -> tuple[Finding, str] | None:
-        looked = self.seen.looked
-        if looked is None or looked.b_norms[-1] > 0:
-            return None
-        problem = "The gradient of L_val by the trained weights is zero (B_J = 0)."
-        write = (
-            "a val_loss that still changes with the weights here: not saturated, not clamped, and "
-            "computed with the model it is handed."
-        )
-        return Finding("no influence", problem, (), write, (row.name,)), "I"
-
-    def _nothing_moves(self, row: Row) -> tuple[Finding, str] | None:
-        looked = self.seen.looked
-        if looked is None or any(looked.grad_norms) or row.difference.influence:
-            return None
-        if not self.seen.steps:
-            problem = "There is no step in which this parameter could have an influence."
-            return Finding("no influence", problem, (), "[batch] * 5.", (row.name,)), ""
-        problem = "The inner gradient is zero at every step, so training moves nothing."
-        write = (
-            "a loss whose gradient is not zero at the start: look for dead ReLUs, saturated or "
-            "clamped outputs, and weights that are at an optimum already."
-        )
-        return Finding("no influence", problem, (), write, (row.name,)), row.requirement
-
-    def _no_influence(self, row: Row) -> Finding:
-        checked = row.difference.verdict == "agrees"
-        honest = " Finite differences say the same." if checked else ""
-        where: tuple[str, ...] = ()
-        if row.part == "loss":
-            problem = (
-                "The inner gradient does not change with this parameter: the second derivative "
-                "∂²ℓ/∂θ∂φ is zero, as for a constant added to the loss, or for a loss that is "
-                f"linear piece by piece (ReLU, absolute value, hinge).{honest}"
-            )
-            write = (
-                "a loss in which the parameter multiplies something that depends on the weights "
-                "smoothly, such as a weight of a term, or softplus in place of relu."
-            )
-            # What it was multiplied with, or what was decided by it, may have left the graph; or
-            # it was only looked at.
-            cuts = self.seen.traced.step.cuts
-            found = causes([c for c in cuts if c.kind == "grad" or row.name in c.sources])
-            if found:
-                where = found[0].where
-                write = f"{write} If it acts through this line: {found[0].write}"
-        else:
-            problem = f"At this point L_val does not change with this parameter.{honest}"
-            write = "other data or another start, or leave it out of learn."
-            if row.name == "settings.dampening":
-                problem = f"{problem} It acts on momentum alone, from the second step on."
-                write = "momentum above 0 and two steps or more, or leave it out of learn."
-        return Finding("no influence", problem, where, write, (row.name,))
-
-    def _unknown(self, row: Row) -> Finding:
-        problem = (
-            "L_val changes with this parameter, but no gradient arrives, and no operation was seen "
-            "that would explain it."
-        )
-        write = (
-            f"tensors all the way: look for {self._suspects()}values that leave torch, such as "
-            "numpy arrays."
-        )
-        return Finding("broken", problem, (), write, (row.name,))
-
-    def _differs(self, row: Row) -> tuple[Finding, str]:
-        chosen = approximation(self.seen)
-        # What is left out knowingly, as in torch's spectral_norm, is often this small.
-        kind = "broken" if (row.difference.error or 0.0) > 1e-3 else "note"
-        if chosen:
-            problem, write = chosen
-            problem = f"{problem} Finite differences differ from it, as they should."
-            return Finding("by choice", problem, (), write, (row.name,)), row.requirement
-        for own in (True, False):
-            for stage in _STAGES:
-                cuts = self._cuts(row, stage, own)
-                if cuts:
-                    wrong = "A part of the gradient is missing, as finite differences show."
-                    return self._by_causes(kind, wrong, causes(cuts), row)
-        problem = "Finite differences differ from the gradient."
-        lowered = self.lowered()
-        write = (
-            "if the loss has kinks (ReLU, max, clamp) near this point, other data; otherwise look "
-            f"for {self._suspects()}values that leave torch, such as numpy arrays."
-        )
-        if lowered:
-            write = _FULL_PRECISION
-        return Finding(kind, problem, lowered, write, (row.name,)), row.requirement
-
-    # What is known. -----------------------------------------------------------------------------
-
-    def _cuts(self, row: Row, stage: str, own: bool = True) -> list[Cut]:
-        """The cuts of a stage that the gradient of a row would have passed.
-
-        The gradient of an initial weight passes those of that weight, and in later steps
-        (``own=False``) those of any; so does that of a setting.
-        """
-        traced = self.seen.traced
-        cuts = traced.val.harmful(stage) if stage == "val_loss" else traced.step.harmful(stage)
-        found = [cut for cut in cuts if row.name in cut.sources]
-        if found or (own and row.part == "init"):
-            return found
-        return [cut for cut in cuts if any(name.startswith("model.") for name in cut.sources)]
-
-    def _by_causes(
-        self, kind: str, wrong: str, found: list[Cause], row: Row
-    ) -> tuple[Finding, str]:
-        problem = " ".join(dict.fromkeys([wrong, *(cause.problem for cause in found)]))
-        where = tuple(dict.fromkeys(place for cause in found for place in cause.where))
-        return Finding(kind, problem, where, found[0].write, (row.name,)), found[0].requirement
-
-    def _suspects(self) -> str:
-        """Custom functions, of whose backward nothing is known."""
-        names = " and ".join(self.seen.traced.functions)
-        return f"a wrong backward of the autograd.Function {names}, and for " if names else ""
-
-    def lowered(self) -> tuple[str, ...]:
-        traced = self.seen.traced
-        casts = [*traced.step.lowered, *traced.val.lowered]
+    def half_places(self) -> tuple[str, ...]:
+        """Lines that cast to half precision."""
+        casts = [*self.step.half, *self.val.half]
         return tuple(dict.fromkeys(str(place) for _, place in casts))[:3]
 
 
-_STAGES = ("loss", "update", "val_loss")
-_OVERFLOW = "Half precision overflowed: float16 ends at 65504."
-_FULL_PRECISION = (
-    "the loss in float32: loss(model(x).float(), y.float()); with autocast, dtype=torch.bfloat16, "
-    "which has the range of float32."
-)
+def build_row(seen: Evidence, p: MetaParameter) -> tuple[Row, Finding | None]:
+    """The row of a meta-parameter, and the finding about it, if something is wrong."""
+    grad = None if seen.grads is None else seen.grads[p.name]
+    norm = None if grad is None else float(torch.linalg.vector_norm(grad))
+    norms = seen.norms
+    row = Row(
+        p.name,
+        tuple(p.tensor.shape),
+        p.part,
+        norm is not None and 0 < norm < math.inf,
+        _requirement(seen, p),
+        norm,
+        () if norms is None else norms.per_step[p.name],
+        0.0 if norms is None else norms.direct[p.name],
+        seen.differences.get(p.name, Difference("not judged", why=advice.NOT_COMPUTED)),
+    )
+    verdict = _verdict(seen, row)
+    if verdict is None:
+        return row, None
+    finding, requirement = verdict
+    row = row._replace(problem=finding.problem, write=finding.write, requirement=requirement)
+    return row, finding._replace(rows=(p.name,))
+
+
+def join(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """One finding for all meta-parameters of which the same is said; notes come last."""
+    found: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.kind, finding.problem)
+        old = found.get(key, Finding(*key))
+        where = tuple(dict.fromkeys((*old.where, *finding.where)))
+        found[key] = finding._replace(rows=old.rows + finding.rows, where=where)
+    return tuple(sorted(found.values(), key=lambda finding: finding.kind == "note"))
+
+
+def _requirement(seen: Evidence, p: MetaParameter) -> str:
+    """The requirement by which a gradient comes."""
+    if p.part == "setting" or p.part == "optimizer":
+        return "IIIa"
+    norms = seen.norms
+    if norms is not None and norms.direct[p.name] and not any(norms.per_step[p.name]):
+        return "I"
+    if p.part == "init" and not seen.steps:
+        return "I"
+    first_order = p.part == "init" and seen.inner.first_order
+    return "II" if first_order or p.part == "other" else "IIIb"
+
+
+# Verdicts on one meta-parameter. ----------------------------------------------------------------
+
+
+def _verdict(seen: Evidence, row: Row) -> Verdict | None:
+    if seen.grads is None:
+        return _failed(seen, row)
+    if row.norm is not None and not math.isfinite(row.norm):
+        return _not_finite(seen, row)
+    if not row.reached:
+        return _unreached(seen, row)
+    if row.difference.verdict == "differs":
+        return _differs(seen, row)
+    return None
+
+
+def _finding(kind: str, text: Advice, where: tuple[str, ...] = ()) -> Finding:
+    return Finding(kind, text.problem, where, text.write)
+
+
+def _half_finding(seen: Evidence, problem: str) -> Finding:
+    text = advice.HALF_PRECISION
+    return Finding("broken", f"{problem} {text.problem}", seen.half_places, text.write)
+
+
+def error_finding(failure: Failure, calls: Sequence[Call]) -> Finding:
+    """The finding about an error that the loop ended with."""
+    where = _failing_calls(failure, calls)
+    if not where and failure.place is not None:
+        where = (str(failure.place),)
+    message = f"{failure.kind}: {failure.message}"
+    return _finding("broken", advice.error(failure), where)._replace(message=message)
+
+
+def _failing_calls(failure: Failure, calls: Sequence[Call]) -> tuple[str, ...]:
+    """The lines that call the operation which an error is about."""
+    named = re.search(r"The inner loss uses (\w+)", failure.message)
+    if "inplace operation" in failure.message:
+        calls = [c for c in calls if c.op.endswith("_") and not c.op.endswith("__")]
+    elif named is not None:
+        op = named[1].strip("_").lower()
+        # The apply of a custom Function is no call of torch; its name is in the line.
+        of_name = [c for c in calls if op in c.op.lower() or c.op.strip("_") == op]
+        calls = of_name or [c for c in calls if op in c.place.code.lower()]
+    else:
+        calls = []
+    return tuple(dict.fromkeys(str(call.place) for call in calls))[:3]
+
+
+def _failed(seen: Evidence, row: Row) -> Verdict:
+    failure = seen.failure
+    assert failure is not None
+    finding = error_finding(failure, seen.step.calls)
+    named = re.search(r"Requirement (I+[ab]?)\)", failure.message)
+    requirement = "" if named is None else named[1]
+    cuts = _failing_cuts(seen, failure, row)
+    if not cuts:
+        return finding, requirement
+    found, requirement = _cut_finding("broken", finding.problem, cuts[:1])
+    return found._replace(message=finding.message), requirement
+
+
+def _failing_cuts(seen: Evidence, failure: Failure, row: Row) -> list[Cut]:
+    """The cuts that explain why a run raised."""
+    if "wrote in place" in failure.message:
+        return [cut for cut in _rank(seen.step.cuts) if cut.kind == "in place"]
+    without_graph = {
+        *(stage for tracer in (seen.step, seen.val) for stage in _unconnected(tracer)),
+        *(["loss"] if "Inference tensors" in failure.message else []),
+    }
+    stages = [stage for stage in _STAGES if stage in without_graph]
+    cuts = [cut for stage in stages for cut in _row_cuts(seen, row, stage)]
+    return _rank(cuts or [cut for s in stages for cut in _row_cuts(seen, row, s, later=True)])
+
+
+def _unconnected(tracer: Tracer) -> list[str]:
+    return [stage for stage, connected in tracer.connected.items() if not connected]
+
+
+def _not_finite(seen: Evidence, row: Row) -> Verdict:
+    steps = [j for j, norm in enumerate(row.per_step) if not math.isfinite(norm)]
+    text = advice.not_finite(steps)
+    if seen.half_places:
+        return _half_finding(seen, text.problem), "IIIb"
+    return _finding("broken", text), row.requirement
+
+
+def _unreached(seen: Evidence, row: Row) -> Verdict:
+    """The first explanation that fits, the surest first."""
+    influence, norms = row.difference.influence, seen.norms
+    if not influence and _is_unused(seen, row):
+        return _finding("broken", advice.unused(row.part)), row.requirement
+    if influence and seen.inner.first_order and row.part in ("loss", "init"):
+        return _finding("broken", advice.FIRST_ORDER_ONLY), "IIIb"
+    for stage in _STAGES:
+        cuts = _row_cuts(seen, row, stage)
+        unmeasured = stage == "val_loss" and norms is not None and not norms.b_norms[-1]
+        if not (influence or row.difference.verdict == "not judged" or unmeasured):
+            # Without an influence, only an operation on the parameter itself can be to blame.
+            cuts = [cut for cut in cuts if row.name in cut.sources]
+        if cuts:
+            return _cut_finding("broken", advice.NO_GRADIENT, cuts)
+    if row.norm is not None and seen.half_places:
+        return _half_finding(seen, "The gradient is zero."), "IIIb"
+    if norms is not None and not norms.b_norms[-1]:
+        return _finding("no influence", advice.NOTHING_MEASURED), "I"
+    if norms is not None and not any(norms.grad_norms) and not influence:
+        return _finding("no influence", advice.NOTHING_MOVES), row.requirement
+    if influence:
+        return _finding("broken", advice.unexplained(seen.functions)), row.requirement
+    return _without_influence(seen, row), row.requirement
+
+
+def _is_unused(seen: Evidence, row: Row) -> bool:
+    used = seen.step.used | seen.val.used
+    owned = row.part in ("init", "loss", "optimizer")
+    return owned and row.name not in used and bool(seen.step.calls)
+
+
+def _without_influence(seen: Evidence, row: Row) -> Finding:
+    text = advice.no_influence(row.name, row.part, row.difference.verdict == "agrees")
+    finding = _finding("no influence", text)
+    if row.part != "loss":
+        return finding
+    # The term that the parameter multiplies, or the choice that it makes, may have left the graph.
+    cuts = _rank([c for c in seen.step.cuts if c.kind == "grad" or row.name in c.sources])
+    if not cuts:
+        return finding
+    also = f"{text.write} If it acts through this line: {advice.cut(cuts[0]).write}"
+    return finding._replace(where=_places(cuts[:1]), write=also)
+
+
+def _differs(seen: Evidence, row: Row) -> Verdict:
+    chosen = advice.approximation(seen.inner, seen.steps)
+    if chosen is not None:
+        return _finding("by choice", advice.differs_by_choice(chosen)), row.requirement
+    # A part that is left out knowingly, as in torch's spectral_norm, is often this small.
+    kind = "broken" if (row.difference.error or 0.0) > 1e-3 else "note"
+    for later in (False, True):
+        for stage in _STAGES:
+            cuts = _row_cuts(seen, row, stage, later)
+            if cuts:
+                return _cut_finding(kind, advice.PART_MISSING, cuts)
+    text = advice.differs(seen.functions)
+    if seen.half_places:
+        return _half_finding(seen, text.problem)._replace(kind=kind), row.requirement
+    return _finding(kind, text), row.requirement
+
+
+# Cuts. ------------------------------------------------------------------------------------------
+
+
+def _row_cuts(seen: Evidence, row: Row, stage: str, later: bool = False) -> list[Cut]:
+    """The cuts of a stage that the gradient of a row would have passed.
+
+    The gradient of an initial weight passes the cuts of that weight, and in ``later`` steps those
+    of any weight, as the gradient of a setting does.
+    """
+    cuts = seen.harmful(stage)
+    found = [cut for cut in cuts if row.name in cut.sources]
+    if found or (row.part == "init" and not later):
+        return found
+    return [cut for cut in cuts if any(name.startswith("model.") for name in cut.sources)]
+
+
+def _rank(cuts: Sequence[Cut]) -> list[Cut]:
+    """At most three cuts of the surest kind."""
+    ranked = sorted(cuts, key=lambda cut: _RANKS[cut.kind])
+    return [cut for cut in ranked if cut.kind == ranked[0].kind][:3]
+
+
+def _cut_finding(kind: str, sentence: str, cuts: Sequence[Cut]) -> Verdict:
+    cuts = _rank(cuts)
+    texts = [advice.cut(cut) for cut in cuts]
+    problem = " ".join(dict.fromkeys([sentence, *(text.problem for text in texts)]))
+    finding = Finding(kind, problem, _places(cuts), texts[0].write)
+    return finding, _violated(cuts[0])
+
+
+def _places(cuts: Sequence[Cut]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(cut.place) for cut in cuts if str(cut.place)))
+
+
+def _violated(cut: Cut) -> str:
+    """The requirement of the paper that a cut violates."""
+    if cut.stage == "val_loss":
+        return "I"
+    if cut.stage == "loss":
+        return "IIIb"
+    settings = any(name.split(".")[0] in ("settings", "optimizer") for name in cut.sources)
+    return "IIIa" if settings else "II"
+
+
+# Findings on the whole. -------------------------------------------------------------------------
+
+
+def notes(seen: Evidence, rows: Sequence[Row], findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Findings that concern no single row, or nothing that is wrong."""
+    if not rows and seen.failure is not None:
+        yield error_finding(seen.failure, seen.step.calls)
+    elif not rows:
+        yield _finding("broken", advice.NOTHING_LEARNED)
+    yield from _writes(seen, findings)
+    yield from _val_loss(seen, rows)
+    reported = {place for finding in findings for place in finding.where}
+    if seen.half_places and reported.isdisjoint(seen.half_places):
+        yield _finding("note", advice.HALF_PRECISION, seen.half_places)
+    yield from _growth(seen)
+    for text in seen.warnings:
+        yield _finding("note", advice.warning(text))
+
+
+def _writes(seen: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Writes in place to weights and batches."""
+    if "batches" in seen.changed:
+        yield _finding("broken", advice.BATCH_WRITTEN)
+    if "weights" not in seen.changed:
+        return
+    cuts = _rank([cut for t in (seen.step, seen.val) for cut in t.cuts if cut.kind == "in place"])
+    reported = {place for finding in findings for place in finding.where}
+    if not cuts:
+        yield _finding("broken", advice.WEIGHTS_WRITTEN)
+    elif not reported.issuperset(_places(cuts)):
+        yield _finding("broken", advice.cut(cuts[0]), _places(cuts[:1]))
+
+
+def _val_loss(seen: Evidence, rows: Sequence[Row]) -> Iterator[Finding]:
+    norms, inner = seen.norms, seen.inner
+    if norms is None or hasattr(inner.val_loss, "by_choice"):
+        return
+    if seen.steps and not norms.b_norms[-1] and any(norms.direct.values()):
+        text = advice.VAL_LOSS_WITHOUT_WEIGHTS
+        cuts = _rank(seen.harmful("val_loss"))
+        finding = _finding("broken", text)
+        if cuts:
+            finding, _ = _cut_finding("broken", text.problem, cuts[:1])
+        names = tuple(row.name for row in rows if row.part == "init" and row.direct > 0)
+        yield finding._replace(rows=names)
+    learned = tuple(row.name for row in rows if row.part == "loss" and row.direct > 0)
+    if inner.val_loss is None and isinstance(inner.loss, nn.Module) and learned:
+        yield _finding("note", advice.LEARNED_MEASURE)._replace(rows=learned)
+
+
+def _growth(seen: Evidence) -> Iterator[Finding]:
+    norms = (0.0,) if seen.norms is None else seen.norms.b_norms
+    if not 0 < norms[-1] < math.inf or not math.isfinite(norms[0]):
+        return
+    ratio = norms[0] / norms[-1]
+    if not 1e-3 < ratio < 1e3:
+        yield _finding("note", advice.growth(ratio))

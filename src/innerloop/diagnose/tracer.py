@@ -1,9 +1,14 @@
-"""Watching one evaluation of the user's code for what takes values out of the graph."""
+"""Tracing of the user's code: operations that take values out of the graph, and their lines."""
 
 from __future__ import annotations
 
+import linecache
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from innerloop import _tree
-from innerloop.diagnose.places import Place, caller, is_own, place_of
+from innerloop.guard.graph import nodes
 
 _NUMBERS = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"}
 _COPIES = {"tensor", "new_tensor", "from_numpy"}
@@ -19,262 +24,346 @@ _ZERO_DERIVATIVE = {
     *("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside"),
     *("floor_divide", "__floordiv__", "__rfloordiv__"),
 }
-# Their results have a tensor's shape and not its values.
+# Their results have the shape of a tensor and not its values.
 _SHAPE_ONLY = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "size"),
 }
-# Numbers that a loss may well have of its own; other ones are known again when they are used.
-_COMMON = {0.0, 0.5, 1.0, 2.0, -1.0}
 _HALF = (torch.float16, torch.bfloat16)
-_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
-_GRAD_MODE = "_set_grad_enabled"
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+# Places. ----------------------------------------------------------------------------------------
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
+# Layers and models of this library, which run inside the user's functions.
+_LAYERS = tuple(os.path.join(_OWN, name) for name in ("nn", "modules/exact", "models", "learned"))
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = os.path.join(_LIBRARY, "site-packages") + os.sep
+_PATH = "_path_in_diagnosis"
+
+
+class Place(NamedTuple):
+    """A line of the user's code, and the module of the model that was running."""
+
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    module: str = ""
+
+    def __str__(self) -> str:
+        at = f"{_shorten(self.file)}:{self.line}" if self.file else ""
+        inside = f"in {self.module}" if self.module else ""
+        text = ", ".join(part for part in (at, inside) if part)
+        code = self.code if len(self.code) <= 80 else f"{self.code[:78]} …"
+        return f"{text}: {code}" if code else text
+
+
+def _shorten(file: str) -> str:
+    try:
+        relative = os.path.relpath(file)
+    except ValueError:  # on another drive
+        return file
+    return file if relative.startswith("..") else relative
+
+
+def _owner(file: str) -> str:
+    """``"user"``, ``"engine"`` (this library's loop), or ``"library"``: torch, Python, layers."""
+    if file.startswith(_OWN):
+        return "library" if file.startswith(_LAYERS) else "engine"
+    if file.startswith((_TORCH, "<frozen")):
+        return "library"
+    return "user" if file.startswith(_PACKAGES) or not file.startswith(_LIBRARY) else "library"
+
+
+def calling_place(frame: FrameType | None) -> Place | None:
+    """The user's line that led to an operation; ``None`` if the engine itself called it."""
+    module, inside = "", False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        owner = _owner(file)
+        if owner == "engine":
+            return Place(module=module) if inside else None
+        inside = inside or not file.startswith(_TORCH)
+        own = _module_path(frame)
+        if owner == "user":
+            return _line(frame, frame.f_lineno, own or module)
+        module = module or own
+        frame = frame.f_back
+    return None
+
+
+def failing_place(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
+    """The innermost line of the user's code in a traceback, below the engine."""
+    found, entered = None, False
+    for frame, line in frames:
+        owner = _owner(frame.f_code.co_filename)
+        entered = entered or owner == "engine"
+        if entered and owner == "user":
+            found = _line(frame, line, "")
+    return found
+
+
+def _line(frame: FrameType, line: int, module: str) -> Place:
+    file = frame.f_code.co_filename
+    return Place(file, line, linecache.getline(file, line, frame.f_globals).strip(), module)
+
+
+def _module_path(frame: FrameType) -> str:
+    if frame.f_code.co_varnames[:1] != ("self",):
+        return ""
+    self = frame.f_locals.get("self")
+    return vars(self).get(_PATH, "") if isinstance(self, nn.Module) else ""
+
+
+@contextmanager
+def paths_in_modules(roots: Mapping[str, Any]) -> Iterator[None]:
+    """Writes into each module its path, which its replicas then have too."""
+    marked: list[nn.Module] = []
+    for prefix, root in roots.items():
+        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if _PATH not in vars(module):
+                vars(module)[_PATH] = f"{prefix}.{name}" if name else prefix
+                marked.append(module)
+    try:
+        yield
+    finally:
+        for module in marked:
+            del vars(module)[_PATH]
+
+
+# The tracer. ------------------------------------------------------------------------------------
 
 
 class Cut(NamedTuple):
-    """An operation that has a value in and out, but no gradient."""
+    """An operation with a gradient in front of it and none behind it."""
 
     kind: str
+    """One of the kinds of ``advice.CUTS``."""
     op: str
     stage: str
-    """What was running: ``"loss"``, ``"update"`` or ``"val_loss"``."""
+    """The function that was running: ``"loss"``, ``"update"`` or ``"val_loss"``."""
     sources: frozenset[str]
-    """The weights and meta-parameters that a gradient would have gone on to."""
+    """The weights and meta-parameters whose gradient ends here."""
     place: Place
 
 
 class Call(NamedTuple):
-    """An operation of torch's, and where it was called."""
+    """A call of a torch function."""
 
     op: str
     place: Place
 
 
 class Tracer(TorchFunctionMode):
-    """Notes every :class:`Cut`, and follows what became of the values behind it.
+    """Records every :class:`Cut`, and the values that were computed from it.
 
-    ``names`` are the leaves that gradients should reach, by id; ``outside`` are weights in whose
-    place those of the replica should be used.
+    ``names`` are the leaves that gradients should reach; ``outside`` are weights of the original
+    model, in whose place those of the replica should be used.
     """
 
-    def __init__(self, names: Mapping[int, str], outside: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.stage = "loss"
-        self.names = dict(names)
-        self.outside = outside
-        self.paths: dict[int, str] = {}
-        """The names of modules, by id."""
         self.cuts: list[Cut] = []
         self.calls: list[Call] = []
         self.used: set[str] = set()
-        self.lowered: list[tuple[torch.dtype, Place]] = []
+        """The names of leaves that the user's code used."""
+        self.half: list[tuple[torch.dtype, Place]] = []
         """Casts to half precision."""
-        self.reached: dict[str, set[int]] = {"loss": set(), "update": set(), "val_loss": set()}
-        """Which cuts the results of each stage were computed from."""
-        self.finished: set[str] = set()
+        self.connected: dict[str, bool] = {}
+        """By finished stage: whether its result depends on a leaf."""
+        self._outside = {id(t): name for name, t in outside.items()}
+        self._names: dict[int, str] = {}
+        self._ends: dict[str, set[int]] = {}
+        """By finished stage: the cuts that its result was computed from."""
         self._escaped: set[int] = set()
-        """Cuts whose values left torch, so that it is not known where they went."""
-        self._index: dict[Any, int] = {}
+        """Cuts whose values left torch, so that it is unknown where they went."""
         self._behind: dict[int, set[int]] = {}
-        self._behind_memory: dict[int, set[int]] = {}
-        self._memory: dict[int, Tensor] = {}
-        self._without: set[int] = set()
-        self._numbers: dict[float, set[int]] = {}
-        self._kept: list[Any] = []
+        """By tensor: the cuts that it was computed from."""
+        self._written: dict[int, set[int]] = {}
+        """The same by memory, for writes that autograd does not see."""
+        self._origin: dict[int, Tensor] = {}
+        """By memory: the last tensor there that requires grad."""
+        self._gradless: set[int] = set()
+        self._kept: list[Any] = []  # an id is only valid while its tensor lives
+        self.add_leaves(names)
 
-    def called(self, module: nn.Module, prefix: str) -> None:
-        """Learn the names of a replica's modules."""
-        self._kept.append(module)
-        for name, child in module.named_modules():
-            self.paths[id(child)] = f"{prefix}.{name}" if name else prefix
+    def add_leaves(self, leaves: Mapping[str, Tensor]) -> None:
+        for name, leaf in leaves.items():
+            self._kept.append(leaf)
+            self._names[id(leaf)] = name
+            self._origin[_memory(leaf)] = leaf
 
-    def result(self, stage: str, values: Iterable[Any]) -> None:
-        """Note from which cuts the result of a stage was computed."""
-        self.finished.add(stage)
-        for value in values:
-            if isinstance(value, Tensor):
-                self.reached[stage] |= self._history(value)
-            elif isinstance(value, float):
-                self.reached[stage] |= self._numbers.get(value, set())
+    def finish(self, stage: str, results: Iterable[Any]) -> None:
+        """Records the cuts behind the results of a stage."""
+        tensors = [t for t in results if isinstance(t, Tensor)]
+        self.connected[stage] = bool(self._sources(tensors))
+        self._ends[stage] = set().union(*map(self._history, tensors))
 
     def harmful(self, stage: str) -> list[Cut]:
-        """The cuts of a stage that its result was computed from, and those that may be so.
+        """The cuts of a stage that its result was computed from.
 
-        What becomes of a Python number or a numpy array is not known, so these come last. A stage
-        that ended with an error has no result; then it may be any of its cuts.
+        A Python number or a numpy array cannot be followed, so its cut counts too, as the least
+        sure kind. A stage that raised has no result; then all of its cuts count.
         """
-        sure = self.reached[stage] | (self.reached["update"] if stage == "loss" else set())
         mine = [(i, cut) for i, cut in enumerate(self.cuts) if cut.stage == stage]
-        if stage not in self.finished:
+        if stage not in self._ends:
             return [cut for _, cut in mine]
-        known = [cut for i, cut in mine if i in sure]
-        return known or [cut for i, cut in mine if i in self._escaped]
+        sure = self._ends[stage] | (self._ends.get("update", set()) if stage == "loss" else set())
+        return [cut for i, cut in mine if i in sure | self._escaped]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        op = getattr(func, "__name__", type(func).__name__)
-        if op == "__get__" and func != _DATA[0]:
+        op = "data" if func == _DATA else getattr(func, "__name__", type(func).__name__)
+        if op == "__get__":
             return func(*args, **kwargs)
-        if op == _GRAD_MODE:
-            return func(*args, **kwargs)
-        frame = caller(sys._getframe(1), func)
-        mine = frame is None or is_own(frame.f_code.co_filename)
-        inputs = [t for t in _tree.flatten((args, kwargs))[0] if isinstance(t, Tensor | float)]
-        tensors = [t for t in inputs if isinstance(t, Tensor)]
-        if not mine:
-            self._note_use(tensors, frame)
-            self.calls.append(Call(op, place_of(frame, self.paths)))
-        following = [t for t in tensors if t.requires_grad]
+        place = calling_place(sys._getframe(1))
+        inputs = _tensors((args, kwargs))
+        if place is not None:
+            self._note_use(inputs, place)
+            self.calls.append(Call(op, place))
+        carrying = [t for t in inputs if t.requires_grad]
         out = func(*args, **kwargs)
-        behind = set().union(*(self._history(value) for value in inputs))
-        if func in _DATA:
-            op = "data"
+        behind = set().union(*map(self._history, inputs))
         if op in _NUMBERS:
             self._escaped |= behind
-        outputs = [t for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
-        if not mine:
-            behind |= self._note_cuts(op, following, outputs, out, frame)
-            behind |= self._note_writing(func, op, args, frame)
-        elif op == "view_as" and id(args[0]) in self.names:
-            self.names[id(out)] = self.names[id(args[0])]
-        if op == "__setitem__" or (op.endswith("_") and not op.endswith("__")):
+        outputs = _tensors(out)
+        if place is None:
+            self._note_aliases(inputs, outputs)
+        else:
+            behind |= self._note_cuts(op, carrying, outputs, place)
+            behind |= self._note_hidden_write(func, op, args, place)
+        if _is_in_place(op):
             outputs.append(args[0])
-        self._follow(outputs, out, behind)
+        self._follow(outputs, behind)
         return out
 
     # Where values go. ---------------------------------------------------------------------------
 
-    def _follow(self, outputs: list[Tensor], out: Any, behind: set[int]) -> None:
+    def _follow(self, outputs: list[Tensor], behind: set[int]) -> None:
         for tensor in outputs:
             self._kept.append(tensor)
             self._behind[id(tensor)] = self._behind.get(id(tensor), set()) | behind
-            memory = _memory(tensor)
             if tensor.requires_grad:
-                self._without.discard(id(tensor))
-                if memory is not None:
-                    self._memory[memory] = tensor
+                self._gradless.discard(id(tensor))
+                self._origin[_memory(tensor)] = tensor
             else:
-                self._without.add(id(tensor))
-        for number in _tree.flatten(out)[0] if behind else ():
-            if isinstance(number, float) and number not in _COMMON:
-                self._numbers.setdefault(number, set()).update(behind)
+                self._gradless.add(id(tensor))
 
-    def _history(self, value: Any) -> set[int]:
-        """The cuts that a value was computed from."""
-        if not isinstance(value, Tensor):
-            return self._numbers.get(value, set())
-        if id(value) in self._without and value.grad_fn is not None:
-            # What was computed without gradients has one now: a custom Function's output.
-            self._without.discard(id(value))
-            self._behind[id(value)] = set()
-        found = self._behind.get(id(value), set())
-        if self._behind_memory:
-            found = found | self._behind_memory.get(_memory(value) or 0, set())
-        return found
+    def _history(self, tensor: Tensor) -> set[int]:
+        """The cuts that a tensor was computed from."""
+        if id(tensor) in self._gradless and tensor.grad_fn is not None:
+            # The output of a custom Function, whose forward ran without gradients.
+            self._gradless.discard(id(tensor))
+            self._behind[id(tensor)] = set()
+        written = self._written.get(_memory(tensor), set()) if self._written else set()
+        return self._behind.get(id(tensor), set()) | written
 
-    # What to note. ------------------------------------------------------------------------------
-
-    def _note_use(self, tensors: list[Tensor], frame: Any) -> None:
-        for tensor in tensors:
-            name = self.names.get(id(tensor))
-            if name is not None:
-                self.used.add(name)
-            elif id(tensor) in self.outside:
-                index = self._note("outside", "", [], frame, frozenset([self.outside[id(tensor)]]))
-                self._behind.setdefault(id(tensor), set()).add(index)
-            elif tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._behind:
-                origin = self._memory.get(_memory(tensor) or 0)
-                if origin is not None and id(origin) not in self.names:
-                    self._behind[id(tensor)] = {self._note("leaf", "nn.Parameter", [origin], frame)}
-                    self._kept.append(tensor)
-
-    def _note_cuts(
-        self, op: str, following: list[Tensor], outputs: list[Tensor], out: Any, frame: Any
-    ) -> set[int]:
-        if not following or op in _SHAPE_ONLY:
-            return set()
-        if op in _NUMBERS:
-            index = self._note("number", op, following, frame)
-            self._escaped.add(index)
-            return {index}
-        found = set()
+    def _note_aliases(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """The engine may hand the model an alias of a leaf; it has the same name."""
         for tensor in outputs:
-            kind = self._kind(op, tensor)
-            if kind is not None:
-                found.add(self._note(kind, op, following, frame))
-            elif tensor.dtype in _HALF and all(t.dtype not in _HALF for t in following):
-                self.lowered.append((tensor.dtype, place_of(frame, self.paths)))
-        return found
-
-    def _kind(self, op: str, output: Tensor) -> str | None:
-        if output.requires_grad:
-            return "rounding" if op in _ZERO_DERIVATIVE else None
-        if op in ("detach", "detach_", "data"):
-            return "detach"
-        if op in _COPIES:
-            return "copy"
-        if not torch.is_grad_enabled():
-            return "no_grad"
-        if op == "grad":
-            return "grad"
-        return "other" if output.is_floating_point() or output.is_complex() else "discrete"
-
-    def _note_writing(self, func: Any, op: str, args: Any, frame: Any) -> set[int]:
-        """Writing in place where autograd does not see it."""
-        in_place = op == "__setitem__" or (op.endswith("_") and not op.endswith("__"))
-        replaced = func == _DATA[1]
-        if not (in_place or replaced) or op in ("requires_grad_", "detach_"):
-            return set()
-        target = args[0]
-        memory = _memory(target) or 0
-        origin = target if target.requires_grad else self._memory.get(memory)
-        initializer = getattr(func, "__module__", "") == "torch.nn.init"
-        hidden = initializer or replaced or not (target.requires_grad and torch.is_grad_enabled())
-        if origin is None or not hidden:
-            return set()
-        index = self._note("in place", op, [origin], frame)
-        self._behind_memory.setdefault(memory, set()).add(index)
-        return {index}
-
-    def _note(
-        self,
-        kind: str,
-        op: str,
-        following: list[Tensor],
-        frame: Any,
-        sources: frozenset[str] | None = None,
-    ) -> int:
-        place = place_of(frame, self.paths)
-        key = (kind, self.stage, place.file, place.line, place.module if not place.file else "")
-        sources = self._sources(following) if sources is None else sources
-        if key in self._index:
-            index = self._index[key]
-            old = self.cuts[index]
-            self.cuts[index] = old._replace(sources=old.sources | sources)
-            return index
-        self._index[key] = len(self.cuts)
-        self.cuts.append(Cut(kind, op, self.stage, sources, place))
-        return self._index[key]
+            for leaf in inputs:
+                same = _memory(leaf) == _memory(tensor) and leaf.shape == tensor.shape
+                if id(leaf) in self._names and same:
+                    self._names.setdefault(id(tensor), self._names[id(leaf)])
 
     def _sources(self, tensors: list[Tensor]) -> frozenset[str]:
         """The names of the leaves that tensors were computed from."""
-        found = {self.names[id(t)] for t in tensors if id(t) in self.names}
-        stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self.names:
-                found.add(self.names[id(variable)])
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append(following)
+        found = {self._names[id(t)] for t in tensors if id(t) in self._names}
+        for node in nodes([t.grad_fn for t in tensors])[0]:
+            name = self._names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                found.add(name)
         return frozenset(found)
 
+    # Notes. -------------------------------------------------------------------------------------
 
-def _memory(tensor: Tensor) -> int | None:
+    def _note_use(self, tensors: list[Tensor], place: Place) -> None:
+        for tensor in tensors:
+            name = self._names.get(id(tensor))
+            outside = self._outside.get(id(tensor))
+            if name is not None:
+                self.used.add(name)
+            elif outside is not None:
+                cut = Cut("outside", "", self.stage, frozenset([outside]), place)
+                self._behind.setdefault(id(tensor), set()).add(self._note(cut))
+            elif tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._behind:
+                origin = self._origin.get(_memory(tensor))
+                if origin is not None and id(origin) not in self._names:
+                    cut = Cut("leaf", "", self.stage, self._sources([origin]), place)
+                    self._behind[id(tensor)] = {self._note(cut)}
+                    self._kept.append(tensor)
+
+    def _note_cuts(
+        self, op: str, carrying: list[Tensor], outputs: list[Tensor], place: Place
+    ) -> set[int]:
+        if not carrying or op in _SHAPE_ONLY:
+            return set()
+        kinds = {"number"} if op in _NUMBERS else {_cut_kind(op, t) for t in outputs} - {None}
+        if not any(t.dtype in _HALF for t in carrying):
+            lowered = [t for t in outputs if t.requires_grad and t.dtype in _HALF]
+            self.half += [(t.dtype, place) for t in lowered]
+        if not kinds:
+            return set()
+        sources = self._sources(carrying)
+        found = {self._note(Cut(str(kind), op, self.stage, sources, place)) for kind in kinds}
+        if op in _NUMBERS:
+            self._escaped |= found
+        return found
+
+    def _note_hidden_write(self, func: Any, op: str, args: Any, place: Place) -> set[int]:
+        """A write in place that autograd does not see."""
+        replaced = func == _SET_DATA
+        if not (replaced or _is_in_place(op)) or op in ("requires_grad_", "detach_"):
+            return set()
+        target = args[0]
+        origin = target if target.requires_grad else self._origin.get(_memory(target))
+        initializer = getattr(func, "__module__", "") == "torch.nn.init"
+        seen = target.requires_grad and torch.is_grad_enabled() and not (initializer or replaced)
+        if origin is None or seen:
+            return set()
+        index = self._note(Cut("in place", op, self.stage, self._sources([origin]), place))
+        self._written.setdefault(_memory(target), set()).add(index)
+        return {index}
+
+    def _note(self, cut: Cut) -> int:
+        """The index of a cut; those of one line are joined."""
+        for index, old in enumerate(self.cuts):
+            if (old.kind, old.stage, old.place) == (cut.kind, cut.stage, cut.place):
+                self.cuts[index] = old._replace(sources=old.sources | cut.sources)
+                return index
+        self.cuts.append(cut)
+        return len(self.cuts) - 1
+
+
+def _cut_kind(op: str, output: Tensor) -> str | None:
+    if output.requires_grad:
+        return "rounding" if op in _ZERO_DERIVATIVE else None
+    if op in ("detach", "detach_", "data"):
+        return "detach"
+    if op in _COPIES:
+        return "copy"
+    if not torch.is_grad_enabled():
+        return "no_grad"
+    if op == "grad":
+        return "grad"
+    return "other" if output.is_floating_point() or output.is_complex() else "discrete"
+
+
+def _is_in_place(op: str) -> bool:
+    return op == "__setitem__" or (op.endswith("_") and not op.endswith("__"))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in _tree.flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of a tensor's storage; a number of its own if there is none."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
     except (RuntimeError, NotImplementedError):
-        return None
+        return -id(tensor)

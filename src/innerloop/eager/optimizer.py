@@ -16,6 +16,7 @@ from innerloop import _tree, optim
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import second_order
+from innerloop.guard.arguments import check_loss, check_requires_grad
 from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.patched import Patched
 from innerloop.optim.blocks import (
@@ -29,7 +30,6 @@ from innerloop.optim.convert import family_of
 from innerloop.optim.family import Family
 from innerloop.optim.rule import Rule, step
 from innerloop.optim.settings import check_name, check_value, per_group
-from innerloop.step.gradient import check_loss
 
 GradCallback = Callable[[Any], Any]
 _SAME_AS = "_innerloop_same_as"
@@ -128,6 +128,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             hook(self, (loss,), kwargs)
         weights = self._present(params)
         check_loss(loss)
+        check_requires_grad(loss)
         settings = self._checked(override)
         callback = grad_callback if grad_callback is not None else self._grad_callback
         grads = self._gradients(loss, weights, retain_graph, everywhere=callback is not None)

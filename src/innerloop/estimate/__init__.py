@@ -1,5 +1,5 @@
-"""Gradients where there is none to take: estimates out of values, in place of a backward pass."""
+"""Gradient estimators: from values of the outer loss, without a backward pass."""
 
-from innerloop.estimate._baseline import RunningMean as RunningMean
-from innerloop.estimate._evolution import evolution as evolution
-from innerloop.estimate._reinforce import reinforce as reinforce
+from innerloop.estimate.baselines import RunningMean as RunningMean
+from innerloop.estimate.evolution_strategies import evolution as evolution
+from innerloop.estimate.score_function import reinforce as reinforce

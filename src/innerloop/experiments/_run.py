@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from innerloop.data._pickles import DEEPEST, nesting
+from innerloop.data.pickles import DEEPEST, nesting
 from innerloop.errors import InnerLoopError
 from innerloop.experiments._ranks import ALONE, Ranks
 

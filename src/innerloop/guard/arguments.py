@@ -1,4 +1,4 @@
-"""What may be a part of an inner loop, and what is said of what may not."""
+"""Checks of arguments: the parts of an inner loop, and losses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.settings import Learn
 
 
 def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
@@ -122,11 +121,42 @@ def check_callable(name: str, value: Any) -> None:
         )
 
 
-def no_settings(learned: Mapping[str, Learn], schedule: Any) -> str:
+def no_settings(learned: Mapping[str, Any], schedule: Any) -> str:
     what = f"learn={tuple(learned)}" if learned else f"schedule={schedule!r}"
     return four_part(
         f"You gave {what} with a learned optimizer.",
         "an optimizer of torch.optim for settings by name.",
         "a learned optimizer has no settings; its weights are meta-parameters already.",
         "learn=('init',) or learn=().",
+    )
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss as a 0-d tensor; refuses what is not a real scalar."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.reshape(()) if loss.dim() else loss
+    kind = "complex tensor" if isinstance(loss, Tensor) and loss.is_complex() else "tensor"
+    found = f"a {kind} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    raise InnerLoopError(
+        four_part(
+            f"You gave {found} as the loss.",
+            "a real tensor with one value.",
+            "the inner gradient is that of a scalar.",
+            "loss.mean() or loss.sum().",
+        )
+    )
+
+
+def check_requires_grad(loss: Tensor) -> None:
+    """Refuse a loss without a graph."""
+    if loss.requires_grad:
+        return
+    raise RequirementError(
+        four_part(
+            "You gave a loss that does not require grad.",
+            "a loss that depends on the model's weights through differentiable operations.",
+            "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
+            "the loss as a tensor straight from the output of the model you are handed (in "
+            "innerloop_ctx: fmodel), with gradients enabled.",
+        )
     )

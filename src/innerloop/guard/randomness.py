@@ -1,69 +1,36 @@
-"""What surrounds a computation and must be the same when it is done again."""
+"""Random state and autocast: recorded, and restored where a step is computed again."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
+import ctypes
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
-
 Devices = tuple[torch.device, ...]
 
 
 def devices_of(leaves: Iterable[Any]) -> Devices:
-    """The accelerators on which some tensors live; they have random numbers of their own."""
+    """The accelerators on which some tensors live, each with a generator of its own."""
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     return tuple(device for device in found if device.type not in ("cpu", "meta"))
 
 
-class Unwritten:
-    """Tensors that must not be written to in place before a backward has used them."""
-
-    def __init__(self) -> None:
-        # Weakly: a batch that was made for one step is not to be kept for this.
-        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def add(self, leaves: Iterable[Any]) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
-                known = self._versions.get(id(leaf))
-                if known is None or known[0]() is not leaf:
-                    self._versions[id(leaf)] = (weakref.ref(leaf), leaf._version)
-
-    def check(self) -> None:
-        """Raise an error if one was written to since it was added."""
-        for reference, version in self._versions.values():
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                raise written(tensor)
-
-
-def written(tensor: Tensor) -> InnerLoopError:
-    """The error for a tensor that was written to too early."""
-    return InnerLoopError(
-        four_part(
-            f"A tensor of shape {tuple(tensor.shape)} (a weight, a setting or part of a batch) "
-            "was written to in place between the forward and the backward.",
-            "the values the inner loop ran with.",
-            "the backward computes its steps a second time from them.",
-            "backward() before optimizer.step() or before reusing a buffer, or a .clone() of what "
-            "is overwritten.",
-        )
-    )
-
-
 class Randomness:
-    """The random state of the CPU and of some devices at one moment."""
+    """The random state of the CPU and of some devices at one moment.
+
+    Nothing is read from a device: the state of its generator is kept on the host.
+    """
 
     def __init__(self, devices: Devices, previous: Randomness | None = None) -> None:
         self.cpu = torch.get_rng_state()
         self.others = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
-        if previous is not None and torch.equal(self.cpu, previous.cpu):
+        if previous is not None and _bytes(self.cpu) == _bytes(previous.cpu):
             # A long run of steps without random numbers keeps one state, not thousands.
             self.cpu = previous.cpu
 
@@ -72,13 +39,21 @@ class Randomness:
         for device, state in self.others:
             torch.get_device_module(device).set_rng_state(state, device)
 
+    def is_now(self) -> bool:
+        """Whether the random state of the CPU has not changed since."""
+        return _bytes(torch.get_rng_state()) == _bytes(self.cpu)
+
     @property
     def states(self) -> list[torch.Tensor]:
         return [self.cpu, *(state for _, state in self.others)]
 
 
+def _bytes(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
 def seeded(devices: Devices, seed: int) -> None:
-    """Start the random numbers of the CPU and of these devices anew, and of no others."""
+    """Seed the generators of the CPU and of these devices, and of no others."""
     torch.default_generator.manual_seed(seed)
     for device in devices:
         module = torch.get_device_module(device)
@@ -88,7 +63,7 @@ def seeded(devices: Devices, seed: int) -> None:
 
 @contextlib.contextmanager
 def preserved(devices: Devices) -> Iterator[None]:
-    """Whatever the block does to the random state, it is afterwards as it was."""
+    """Restores the random state after the block."""
     before = Randomness(devices)
     try:
         yield
@@ -120,3 +95,25 @@ class Autocast:
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
             yield
+
+
+class Draws:
+    """The random state of Python and of NumPy at one moment."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        module = sys.modules.get("numpy")
+        self._numpy = None if module is None else module.random
+        self._state = None if self._numpy is None else self._numpy.get_state(legacy=False)
+
+    def undo(self) -> bool:
+        """Restore the state; True if numbers were drawn since."""
+        drawn = random.getstate() != self._python
+        if drawn:
+            random.setstate(self._python)
+        if self._numpy is not None and self._state is not None:
+            now = self._numpy.get_state(legacy=False)
+            if str(now) != str(self._state):
+                self._numpy.set_state(self._state)
+                drawn = True
+        return drawn

@@ -1,9 +1,9 @@
-"""Operations without a right derivative: found in the graph, and named when they are reached."""
+"""Operations without a right second derivative: detection, and errors that name them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from innerloop.errors import RequirementError, four_part
+from innerloop.guard import graph
 
 _ONCE = once_differentiable.__code__.co_filename
 _DEAD_ENDS = {
@@ -41,7 +42,30 @@ _OTHERWISE = (
 
 
 _clean: set[Any] = set()
-"""Kinds of nodes whose gradients have been seen to have no dead end."""
+"""Kinds of nodes whose gradients were found to have no dead end."""
+
+
+class Guard:
+    """Looks at the first inner gradient of a call for derivatives that are missing or wrong.
+
+    An operation without a second derivative raises a clear error when, and only when, a backward
+    reaches it. As long as one is there, the gradients of the following steps are looked at too.
+    """
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def look(
+        self,
+        loss: Tensor,
+        grads: Sequence[Tensor | None],
+        sources: Mapping[str, Tensor],
+        since: int,
+    ) -> None:
+        """``grads`` are the gradients of ``loss`` by ``sources``, made with a graph."""
+        if not self._is_done:
+            names = list(sources).__getitem__
+            self._is_done = not guard(loss, grads, list(sources.values()), names, since)
 
 
 def guard(
@@ -50,39 +74,37 @@ def guard(
     params: Sequence[Any],
     names: Callable[[int], str],
     since: int = 0,
-) -> None:
-    """Make dead ends of the graph raise a clear error when, and only when, they are reached.
+) -> bool:
+    """Make dead ends of the graph raise a clear error when they are reached; True if it has any.
 
     ``grads`` are the inner gradients, made with a graph; ``params`` the weights they belong to, by
-    whose ``grad_fn`` the step ends; ``names`` gives a weight's name for the message. Nodes made
-    before ``since`` are none of this step. The graph of the gradients is searched only if the loss
-    has operations that have not been searched before.
+    whose ``grad_fn`` the step ends. Nodes older than ``since`` are not of this step. The graph of the gradients is searched only if the loss has
+    operations that have not been searched before.
     """
     ends = {p.grad_fn for p in params if p.grad_fn is not None}
-    forward = _nodes([loss.grad_fn], ends, since)
+    forward = graph.nodes([loss.grad_fn], ends, since)[0]
     kinds = {(type(node), node.name()) for node in forward}
-    found = _NORMS.intersection(name for _, name in kinds)
-    if found and any(node.name() in found and _by_batch(node) for node in forward):
+    norms = _NORMS.intersection(name for _, name in kinds)
+    by_batch = bool(norms) and any(n.name() in norms and _by_batch(n) for n in forward)
+    if by_batch:
         for node in {g.grad_fn: None for g in grads if g is not None and g.grad_fn is not None}:
             node.register_hook(_only_twice)
     if kinds <= _clean:
-        return
+        return by_batch
     involved = _leading_to(params, forward, ends)
     for node in involved:
         if node.name() in _NORMS_TWICE and _by_batch(node):
             raise RequirementError(_third(_op_of(node)))
         if _differentiable_once(node) or node.name() in _WRONG:
             raise RequirementError(_message(_op_of(node), node, params, names))
-    dead = [
-        node
-        for node in _nodes([g.grad_fn for g in grads if g is not None], ends | set(forward))
-        if node.name() in _DEAD_ENDS
-    ]
+    gradient_nodes = graph.nodes([g.grad_fn for g in grads if g is not None], [*ends, *forward])[0]
+    dead = [node for node in gradient_nodes if node.name() in _DEAD_ENDS]
     for node in dead:
         message = _message(_op_of(node), node, params, names)
         node.register_prehook(lambda grads, message=message: _refuse(message))
     if not dead:
         _clean.update((type(node), node.name()) for node in involved)
+    return by_batch or bool(dead)
 
 
 def _leading_to(params: Sequence[Any], nodes: Sequence[Any], ends: set[Any]) -> list[Any]:
@@ -150,22 +172,8 @@ def _third(op: str) -> str:
     )
 
 
-def _nodes(starts: Iterable[Any], ends: set[Any], since: int = 0) -> list[Any]:
-    seen = set(ends)
-    order: list[Any] = []
-    stack = [node for node in starts if node is not None]
-    while stack:
-        node = stack.pop()
-        if node in seen or node._sequence_nr() < since:
-            continue
-        seen.add(node)
-        order.append(node)
-        stack.extend(n for n, _ in node.next_functions if n is not None)
-    return order
-
-
 def _differentiable_once(node: Any) -> bool:
-    """Whether the node's backward is marked ``once_differentiable``.
+    """True if the node's backward is marked ``once_differentiable``.
 
     Such a backward returns constants, without an error, when the gradient it gets is one.
     """
@@ -196,7 +204,7 @@ def _op_of(node: Any) -> str:
     return "an operation"
 
 
-def _message(op: str, node: Any, params: Sequence[Any], names: Any) -> str:
+def _message(op: str, node: Any, params: Sequence[Any], names: Callable[[int], str]) -> str:
     where = _nearest_weight(node, params, names)
     return four_part(
         f"The inner loss uses {op}"
@@ -208,7 +216,7 @@ def _message(op: str, node: Any, params: Sequence[Any], names: Any) -> str:
     )
 
 
-def _nearest_weight(node: Any, params: Sequence[Any], names: Any) -> str | None:
+def _nearest_weight(node: Any, params: Sequence[Any], names: Callable[[int], str]) -> str | None:
     owners = {p.grad_fn: i for i, p in enumerate(params) if p.grad_fn is not None}
     leaves = {id(p): i for i, p in enumerate(params) if p.grad_fn is None}
     seen, level = set(), [node]

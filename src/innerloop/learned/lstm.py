@@ -1,4 +1,4 @@
-"""Learning to learn by gradient descent by gradient descent."""
+"""The LSTM optimizer of "Learning to learn by gradient descent by gradient descent"."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.learned._coordinates import Coordinates
-from innerloop.learned._optimizer import LearnedOptimizer, Memory
+from innerloop.learned.coordinates import Coordinates
+from innerloop.learned.optimizer import LearnedOptimizer, Memory
 
 
-def preprocessed(grad: Tensor, scale: float) -> Tensor:
-    """A gradient of any size as two numbers near [-1, 1]. [...] -> [..., 2]
+def preprocess_grad(grad: Tensor, scale: float) -> Tensor:
+    """Map a gradient of any size to two numbers near [-1, 1]. [...] -> [..., 2]
 
     ``(log|g| / p, sign g)`` where ``|g| >= exp(-p)``, else ``(-1, exp(p) g)``.
 
-    >>> preprocessed(torch.tensor([1.0, -torch.e, 0.0]), 10.0)
+    >>> preprocess_grad(torch.tensor([1.0, -torch.e, 0.0]), 10.0)
     tensor([[ 0.0000,  1.0000],
             [ 0.1000, -1.0000],
             [-1.0000,  0.0000]])
@@ -32,10 +32,10 @@ def preprocessed(grad: Tensor, scale: float) -> Tensor:
 
 
 class LSTMOptimizer(LearnedOptimizer):
-    """An LSTM that reads the gradient of one coordinate and says how far it moves.
+    """An LSTM that maps the gradient of one coordinate to its change.
 
     All coordinates share its weights, and each has a memory of its own:
-    ``h, c = LSTM(preprocessed(g), h, c);  θ += scale · (w · h)``.
+    ``h, c = LSTM(preprocess_grad(g), h, c);  θ += scale · (w · h)``.
 
     Args:
         hidden: width of each layer.
@@ -79,7 +79,7 @@ class LSTMOptimizer(LearnedOptimizer):
         return {"hidden": zeros, "cell": zeros}
 
     def change(self, at: Coordinates, memory: Memory) -> tuple[Tensor, Memory]:
-        below = preprocessed(at.grad, self.preprocess)
+        below = preprocess_grad(at.grad, self.preprocess)
         hiddens, cells = [], []
         before = zip(memory["hidden"].unbind(1), memory["cell"].unbind(1), strict=True)
         for gate, (hidden, cell) in zip(self.gates, before, strict=True):

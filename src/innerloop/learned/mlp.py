@@ -1,4 +1,4 @@
-"""A small network that reads a few numbers about each weight."""
+"""An optimizer that is a small network over features of each weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.learned._coordinates import Coordinates
-from innerloop.learned._optimizer import LearnedOptimizer, Memory
+from innerloop.learned.coordinates import Coordinates
+from innerloop.learned.optimizer import LearnedOptimizer, Memory
 
 _TIMES = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
@@ -19,7 +19,7 @@ class MLPOptimizer(LearnedOptimizer):
 
     It reads the gradient, its running means at several timescales, and the weight, each divided by
     its root mean square over the tensor; the logarithms of these roots; and the step, as
-    ``tanh(t / T)`` for several T. It says a direction ``d`` and a size ``s``:
+    ``tanh(t / T)`` for several T. Its outputs are a direction ``d`` and a size ``s``:
     ``θ += scale · d · exp(s)``.
 
     Args:

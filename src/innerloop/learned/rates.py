@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.learned._coordinates import Coordinates
-from innerloop.learned._optimizer import LearnedOptimizer, Memory
+from innerloop.learned.coordinates import Coordinates
+from innerloop.learned.optimizer import LearnedOptimizer, Memory
 from innerloop.modules.functional import functional
 
 
-class _OfOneModel(LearnedOptimizer):
-    """Has parameters for each weight of one model, which are found by the weight's name."""
+class _RatesOfModel(LearnedOptimizer):
+    """Base class: parameters for each weight of one model, found by the weight's name."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _OfOneModel(LearnedOptimizer):
         saved = {name: tuple(shape) for name, shape in state["shapes"].items()}
         self._check_known(saved)
         if tuple(saved) != self.known:
-            raise InnerLoopError(_other_order(type(self).__name__, tuple(saved), self.known))
+            raise _other_order(type(self).__name__, tuple(saved), self.known)
 
     def memory(self, count: int) -> Memory:
         return {}
@@ -49,7 +49,7 @@ class _OfOneModel(LearnedOptimizer):
         return super().init(params)
 
     def names_of(self, group: dict[str, Any], first: int) -> list[str]:
-        """By name if the group has names; else the group must be all weights in their order."""
+        """Return the group's names; a group without names must be all weights in their order."""
         given = [tuple(p.shape) for p in group["params"]]
         if group.get("param_names"):
             names = list(group["param_names"])
@@ -80,28 +80,29 @@ class _OfOneModel(LearnedOptimizer):
             )
 
 
-def _other_order(kind: str, saved: tuple[str, ...], known: tuple[str, ...]) -> str:
-    return four_part(
-        f"You loaded rates for the weights {_shown(saved)} into {kind} of a model with the weights "
-        f"{_shown(known)}.",
+def _other_order(kind: str, saved: tuple[str, ...], known: tuple[str, ...]) -> InnerLoopError:
+    message = four_part(
+        f"You loaded rates for the weights {_format(saved)} into {kind} of a model with the "
+        f"weights {_format(known)}.",
         "the same weights in the same order.",
         "rates are saved one after the other, and would become those of other weights.",
-        f"{kind}(model) for a model that defines its layers as the one that was saved does.",
+        f"{kind}(model) for a model that defines its layers in the order of the saved one.",
     )
+    return InnerLoopError(message)
 
 
-def _shown(names: tuple[str, ...]) -> str:
+def _format(names: tuple[str, ...]) -> str:
     return ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")
 
 
-class MetaSGD(_OfOneModel):
+class MetaSGD(_RatesOfModel):
     """A learned rate for each coordinate, of any sign: ``θ -= α ∘ g``.
 
     The rates are one vector, so the update has a direction of its own, not only a size.
 
     Args:
         model: the model it is for; its weights are told apart by their names.
-        lr: what all rates begin with.
+        lr: the initial value of all rates.
 
     Z. Li et al. Meta-SGD: Learning to learn quickly for few-shot learning. 2017.
 
@@ -127,15 +128,15 @@ class MetaSGD(_OfOneModel):
         return torch.cat([parts[name] for name in names])
 
 
-class LSLR(_OfOneModel):
+class LSLR(_RatesOfModel):
     """A learned rate for each tensor and each step: ``θ -= α[step, tensor] · g``.
 
-    Steps after the last one go on with the rates of the last one.
+    Later steps use the rates of the last one.
 
     Args:
         model: the model it is for; its weights are told apart by their names.
-        steps: how many steps have rates of their own.
-        lr: what all rates begin with.
+        steps: the number of steps with rates of their own.
+        lr: the initial value of all rates.
 
     A. Antoniou et al. How to train your MAML. ICLR 2019.
 

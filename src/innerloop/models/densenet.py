@@ -8,18 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.models._layers import (
-    average,
-    batch_norm,
-    check_size,
-    check_weights,
-    conv,
-    counts,
-    he_start,
-)
+from innerloop.models.checks import check_counts, check_size
+from innerloop.models.layers import average, batch_norm, conv, initialize_he
 
 BLOCKS = 4
 LAYERS = 2
+DEEPEST = 1000  # the deepest of Huang et al. has 250
 
 Norm = Callable[[int], nn.Module]
 
@@ -29,11 +23,11 @@ class DenseNet(nn.Module):
 
     A layer is batch norm, ReLU, convolution 3 × 3; its output is appended to its input. Between
     blocks, batch norm, ReLU, a 1 × 1 convolution to half the channels and mean-pooling. There is
-    no convolution before the first block. Batch norm goes by the batch always. Weights start as
-    He et al. (2015), which is what Huang et al. use.
+    no convolution before the first block. Batch norms always use the statistics of the batch.
+    Weights start as in He et al. (2015), which Huang et al. use.
 
     Args:
-        in_channels: 1 for grey images, 3 for colour.
+        in_channels: 1 for gray images, 3 for color.
         classes: the number of outputs.
         size: height and width of the images, at least 8; any larger ones work too.
         filters: the growth rate, channels that each layer adds.
@@ -45,7 +39,7 @@ class DenseNet(nn.Module):
 
     def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 32) -> None:
         super().__init__()
-        in_channels, classes, filters = counts(
+        in_channels, classes, filters = check_counts(
             in_channels=in_channels, classes=classes, filters=filters
         )
         check_size(size, 2 ** (BLOCKS - 1), "densenet-8")
@@ -56,14 +50,14 @@ class DenseNet(nn.Module):
                 parts.append(_transition(batch_norm, channels, channels // 2))
                 channels //= 2
             for _ in range(LAYERS):
-                parts.append(_Layer(_activated(batch_norm, channels, filters, 3)))
+                parts.append(_Layer(_norm_relu_conv(batch_norm, channels, filters, 3)))
                 channels += filters
         self.features = nn.Sequential(*parts, batch_norm(channels), nn.ReLU())
         self.linear = nn.Linear(channels, classes)
-        he_start(self)
+        initialize_he(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images. [batch, channel, height, width] -> [batch, classes]"""
+        """Return the logits of images. [batch, channel, height, width] -> [batch, classes]"""
         return self.linear(average(self.features(x)))
 
 
@@ -78,7 +72,7 @@ class DenseNetBC(nn.Module):
         growth: channels that each layer adds, k in the paper.
         depth: 4 more than a multiple of 6.
         classes: the number of outputs.
-        in_channels: 3 for colour images.
+        in_channels: 3 for color images.
 
     >>> model = DenseNetBC(growth=12, depth=100)
     >>> len(list(model.parameters())), sum(p.numel() for p in model.parameters())
@@ -89,10 +83,10 @@ class DenseNetBC(nn.Module):
         self, growth: int = 12, depth: int = 100, classes: int = 10, in_channels: int = 3
     ) -> None:
         super().__init__()
-        growth, depth, classes, in_channels = counts(
+        growth, depth, classes, in_channels = check_counts(
             growth=growth, depth=depth, classes=classes, in_channels=in_channels
         )
-        layers = check_dense(growth, depth)
+        layers = _layers_per_block(depth)
         channels = 2 * growth
         parts: list[nn.Module] = [conv(in_channels, channels)]
         for block in range(3):
@@ -104,43 +98,24 @@ class DenseNetBC(nn.Module):
                 channels += growth
         self.features = nn.Sequential(*parts, nn.BatchNorm2d(channels), nn.ReLU())
         self.linear = nn.Linear(channels, classes)
-        he_start(self)
+        initialize_he(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images. [batch, channel, height, width] -> [batch, classes]"""
+        """Return the logits of images. [batch, channel, height, width] -> [batch, classes]"""
         return self.linear(average(self.features(x)))
 
 
-def check_dense(growth: int, depth: int) -> int:
-    """The layers of a block; refuses what DenseNet-BC cannot be, or is too large to be built."""
-    growth, depth = counts(growth=growth, depth=depth)
-    layers = _layers_per_block(depth)
-    what = f"DenseNet-BC with growth={growth} and depth={depth}"
-    check_weights(_weights(growth, layers), what, "growth=12 and depth=100")
-    return layers
-
-
-def _weights(growth: int, layers: int) -> int:
-    """In the convolutions of the three blocks, nearly all that there are."""
-    total, channels = 0, 2 * growth
-    for block in range(3):
-        if block:
-            channels //= 2
-            total += 2 * channels * channels
-        # Of each layer, 1 x 1 from all channels to 4 growth, then 3 x 3 to growth.
-        total += 4 * growth * (layers * channels + growth * layers * (layers - 1) // 2)
-        total += 36 * growth * growth * layers
-        channels += growth * layers
-    return total
-
-
 def _layers_per_block(depth: int) -> int:
-    if depth > 4 and depth % 6 == 4:
-        return (depth - 4) // 6
-    raise InnerLoopError(
+    if depth % 6 != 4 or not 4 < depth <= DEEPEST:
+        raise _wrong_depth(depth)
+    return (depth - 4) // 6
+
+
+def _wrong_depth(depth: int) -> InnerLoopError:
+    return InnerLoopError(
         four_part(
             f"You gave depth={depth!r} to DenseNet-BC.",
-            "4 more than a multiple of 6: 10, 16, …, 40, 100, 190, 250.",
+            f"4 more than a multiple of 6: 10, 16, …, 40, 100, 190, 250, at most {DEEPEST}.",
             "three blocks share the layers evenly, two convolutions in each layer.",
             "depth=100, or depth=10 for the smallest.",
         )
@@ -148,7 +123,7 @@ def _layers_per_block(depth: int) -> int:
 
 
 class _Layer(nn.Module):
-    """Appends what the layer computes to what it was given."""
+    """Appends the output of a layer to its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -158,15 +133,15 @@ class _Layer(nn.Module):
         return torch.cat([x, self.layer(x)], 1)
 
 
-def _activated(norm: Norm, channels: int, out: int, kernel: int) -> nn.Sequential:
+def _norm_relu_conv(norm: Norm, channels: int, out: int, kernel: int) -> nn.Sequential:
     return nn.Sequential(norm(channels), nn.ReLU(), conv(channels, out, kernel))
 
 
 def _bottleneck(channels: int, growth: int) -> nn.Sequential:
     wide = 4 * growth
-    narrow = _activated(nn.BatchNorm2d, wide, growth, 3)
-    return nn.Sequential(_activated(nn.BatchNorm2d, channels, wide, 1), narrow)
+    narrow = _norm_relu_conv(nn.BatchNorm2d, wide, growth, 3)
+    return nn.Sequential(_norm_relu_conv(nn.BatchNorm2d, channels, wide, 1), narrow)
 
 
 def _transition(norm: Norm, channels: int, out: int) -> nn.Sequential:
-    return nn.Sequential(_activated(norm, channels, out, 1), nn.AvgPool2d(2))
+    return nn.Sequential(_norm_relu_conv(norm, channels, out, 1), nn.AvgPool2d(2))

@@ -6,18 +6,19 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from innerloop.models._layers import batch_norm, check_size, conv, counts, flattened
+from innerloop.models.checks import check_counts, check_size
+from innerloop.models.layers import batch_norm, conv, flatten
 
 
 class VGG(nn.Module):
     """Four stages of convolution 3 × 3, batch norm, ReLU and max-pooling, then a linear layer.
 
     The net of MAML++ (Antoniou et al. 2019), with 64 filters for Omniglot and 48 for mini-ImageNet.
-    Batch norm goes by the batch always. Weights start Xavier uniform,
-    biases zero. Convolutions have no bias, since batch norm takes any bias away again.
+    Batch norms always use the statistics of the batch. Weights start Xavier uniform, biases zero.
+    Convolutions have no bias, since batch norm would remove it.
 
     Args:
-        in_channels: 1 for grey images, 3 for colour.
+        in_channels: 1 for gray images, 3 for color.
         classes: the number of outputs.
         size: height and width of the images, at least 16.
         filters: channels of every stage.
@@ -29,7 +30,7 @@ class VGG(nn.Module):
 
     def __init__(self, in_channels: int, classes: int, size: int = 28, filters: int = 64) -> None:
         super().__init__()
-        in_channels, classes, size, filters = counts(
+        in_channels, classes, size, filters = check_counts(
             in_channels=in_channels, classes=classes, size=size, filters=filters
         )
         check_size(size, 16, "vgg")
@@ -37,18 +38,18 @@ class VGG(nn.Module):
         self.stages = nn.Sequential(*[_stage(n, m) for n, m in pairwise(widths)])
         self._features = filters * (size // 16) ** 2
         self.linear = nn.Linear(self._features, classes)
-        _xavier_start(self)
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images. [batch, channel, size, size] -> [batch, classes]"""
-        return self.linear(flattened(self.stages(x), self._features))
+        """Return the logits of images. [batch, channel, size, size] -> [batch, classes]"""
+        return self.linear(flatten(self.stages(x), self._features))
 
 
 def _stage(channels: int, filters: int) -> nn.Sequential:
     return nn.Sequential(conv(channels, filters), batch_norm(filters), nn.ReLU(), nn.MaxPool2d(2))
 
 
-def _xavier_start(model: nn.Module) -> None:
+def _initialize(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
 from torch.autograd import forward_ad
 
-from innerloop import _tracing
-
 
 def batch_norm(
     x: Tensor,
@@ -32,7 +30,7 @@ def batch_norm(
     """
     given = x, weight, bias, running_mean, running_var
     mapped = torch._C._are_functorch_transforms_active()
-    if _tracing.active() or (
+    if torch.compiler.is_compiling() or (
         mapped and not any(t is not None and is_batchedtensor(t) for t in given)
     ):
         return _composed(*given, momentum, eps)
@@ -215,7 +213,7 @@ def _second(
 def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     """``forward`` of torch's batch norms, by :func:`batch_norm` where it applies."""
     by_batch = module.training or (module.running_mean is None and module.running_var is None)
-    if by_batch and not _tracing.active() and _is_transformed(x):
+    if by_batch and not torch.compiler.is_compiling() and _is_transformed(x):
         if module.training and module.track_running_stats:
             nn.modules.batchnorm._BatchNorm.forward(module, x.detach())
         return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
@@ -225,7 +223,7 @@ def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Te
     momentum = module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if momentum is None and (_tracing.active() or _is_mapped()):
+        if momentum is None and (torch.compiler.is_compiling() or _is_mapped()):
             return _averaged(module, x)
         if momentum is None:
             momentum = 1.0 / float(module.num_batches_tracked)
@@ -258,7 +256,7 @@ def _applies(x: Tensor, weight: Tensor | None) -> bool:
 
     torch's own path serves other devices and low precision.
     """
-    if _tracing.active():
+    if torch.compiler.is_compiling():
         return x.dim() > 1 and x.numel() > x.shape[1] and x.is_floating_point()
     return (
         (x.requires_grad or _is_mapped())
@@ -281,7 +279,7 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return True
     transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
-    return (transforms or forward_ad._current_level >= 0) and not _tracing.active()
+    return transforms or forward_ad._current_level >= 0
 
 
 def _is_transformed(x: Tensor) -> bool:

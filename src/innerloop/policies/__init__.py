@@ -1,4 +1,4 @@
-"""Policies whose return can be differentiated twice: what MAML needs to learn to act."""
+"""Policies and returns that can be differentiated twice, for MAML in reinforcement learning."""
 
 from innerloop.policies.baseline import linear_baseline as linear_baseline
 from innerloop.policies.dice import dice as dice

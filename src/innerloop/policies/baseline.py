@@ -1,4 +1,4 @@
-"""A guess of the return that knows the state and not the action."""
+"""A baseline: a prediction of the return from the state, without the action."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from innerloop.errors import InnerLoopError, four_part
 def linear_baseline(
     observations: Tensor, returns: Tensor, alive: Tensor | None = None, *, ridge: float = 1e-3
 ) -> Tensor:
-    """Returns fitted by a linear function of the observation, its squares, and powers of time.
+    """Fit returns by a linear function of the observation, its squares, and powers of time.
 
     The features are those of Duan et al. (2016), which MAML uses too. The first half of the
-    episodes is guessed by a fit to the second half and the other way round, so that no action
-    has a part in its own guess: :func:`dice` stays unbiased with it.
+    episodes is predicted by a fit to the second half, and the other way round, so that no action
+    affects its own baseline: :func:`dice` stays unbiased.
 
     Args:
         observations: [episodes, time, size]
         returns: from each time on, as :func:`returns_to_go` computes them. [episodes, time]
         alive: whether an episode had not ended. [episodes, time]
-        ridge: keeps weights small where features say the same.
+        ridge: regularization, relative to the mean square of a feature.
 
     >>> observations = torch.randn(4, 10, 2)
     >>> returns = 3 * observations[..., 0] + 1
@@ -31,14 +31,7 @@ def linear_baseline(
     """
     episodes = len(returns)
     if episodes < 2:
-        raise InnerLoopError(
-            four_part(
-                f"You fitted a baseline to {episodes} episode(s).",
-                "at least 2.",
-                "each half of the episodes is guessed by a fit to the other half.",
-                "more episodes, or dice(...) without a baseline.",
-            )
-        )
+        raise _too_few_episodes(episodes)
     observations, returns = widened(observations.detach()), widened(returns.detach())
     if alive is not None:
         # What is not finite would count even with weight zero.
@@ -49,7 +42,7 @@ def linear_baseline(
     half = episodes // 2
     first, second = slice(None, half), slice(half, None)
     with full_precision(returns.device):
-        fits = [_fitted(features[s], returns[s], weight[s], ridge) for s in (second, first)]
+        fits = [_fit(features[s], returns[s], weight[s], ridge) for s in (second, first)]
         return torch.cat([features[s] @ w for s, w in zip((first, second), fits, strict=True)])
 
 
@@ -61,11 +54,22 @@ def _features(observations: Tensor) -> Tensor:
     return torch.cat([observations, observations.square(), shared], dim=-1)
 
 
-def _fitted(features: Tensor, returns: Tensor, weight: Tensor, ridge: float) -> Tensor:
-    """Least squares, with what ridge is of the mean square of a feature added. [size]"""
+def _fit(features: Tensor, returns: Tensor, weight: Tensor, ridge: float) -> Tensor:
+    """Solve the regularized least-squares problem. [size]"""
     flat, weighted = features.flatten(0, 1), (features * weight.unsqueeze(-1)).flatten(0, 1)
     square = weighted.mT @ flat
     # A feature that is zero everywhere must not leave the matrix singular.
     damping = ridge * (square.diagonal(dim1=-2, dim2=-1).mean(-1) + 1e-6)
     size = torch.eye(square.shape[-1], dtype=square.dtype, device=square.device)
     return torch.linalg.solve(square + damping * size, weighted.mT @ returns.flatten())
+
+
+def _too_few_episodes(episodes: int) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You fitted a baseline to {episodes} episode(s).",
+            "at least 2.",
+            "each half of the episodes is predicted by a fit to the other half.",
+            "more episodes, or dice(...) without a baseline.",
+        )
+    )

@@ -1,4 +1,4 @@
-"""The score-function surrogate whose derivatives of every order are right."""
+"""DiCE: a score-function surrogate whose derivatives of every order are unbiased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dice(
     decay: float = 1.0,
     alive: Tensor | None = None,
 ) -> Tensor:
-    """The mean return of sampled episodes, with estimates of all its derivatives by the policy.
+    """Return the mean return of episodes, with estimates of all its derivatives by the policy.
 
     Actions were sampled, so the return itself has no gradient. In expectation the derivatives of
     this are those of the expected return, of any order: so a gradient step on it can be part of
@@ -29,7 +29,7 @@ def dice(
         Aₜ = Σₖ₌ₜ γᵏ rₖ - γᵗ bₜ
         J  = ⊥(Σₜ γᵗ rₜ) + Σₜ (□(wₜ) - □(vₜ)) Aₜ
 
-    meaned over episodes. With ``decay`` λ = 1 and no baseline this is DiCE (Foerster et al. 2018)
+    averaged over episodes. With ``decay`` λ = 1 and no baseline this is DiCE (Foerster et al. 2018)
     term by term; as it stands it is Loaded DiCE (Farquhar et al. 2019), whose baseline lowers the
     variance of every order and changes no expectation. A λ below 1 forgets how earlier actions
     led here: less variance, and derivatives above the first are biased. λ = 0 is the
@@ -39,8 +39,8 @@ def dice(
     Args:
         log_probs: of the actions taken, differentiable by the policy. [episodes, time]
         rewards: [episodes, time]
-        baseline: a guess of the return from here on, made without knowing the action. [episodes,
-            time]
+        baseline: a prediction of the return from here on that does not depend on the action.
+            [episodes, time]
         discount: γ.
         decay: λ.
         alive: whether the action was taken before the end of its episode. [episodes, time] What
@@ -65,15 +65,15 @@ def dice(
         baseline = None if baseline is None else torch.where(alive, baseline, 0.0)
     time = torch.arange(rewards.shape[-1], device=rewards.device)
     future = returns_to_go(rewards, discount)
-    guess = 0.0 if baseline is None else baseline.detach()
-    advantages = discount ** time.to(rewards.dtype) * (future - guess)
+    expected = 0.0 if baseline is None else baseline.detach()
+    advantages = discount ** time.to(rewards.dtype) * (future - expected)
     seen = _decayed_sums(log_probs, decay)
     weights = _one(seen) - _one(seen - log_probs)
     return (future[..., 0] + (weights * advantages).sum(-1)).mean()
 
 
 def returns_to_go(rewards: Tensor, discount: float = 1.0) -> Tensor:
-    """The discounted sum of the rewards from each time on. [..., time]
+    """Sum the discounted rewards from each time on. [..., time]
 
     >>> returns_to_go(torch.tensor([1.0, 2.0, 4.0]), discount=0.5)
     tensor([3., 4., 4.])
@@ -84,7 +84,7 @@ def returns_to_go(rewards: Tensor, discount: float = 1.0) -> Tensor:
 
 
 def _decayed_sums(values: Tensor, decay: float) -> Tensor:
-    """Of every value and those before it, each times ``decay`` to the power of its age."""
+    """Sum every value and those before it, each times ``decay`` to the power of its age."""
     time = torch.arange(values.shape[-1], device=values.device)
     age = time - time[:, None]
     # A power of a negative age may be infinite, and is not wanted.
@@ -94,7 +94,7 @@ def _decayed_sums(values: Tensor, decay: float) -> Tensor:
 
 
 def _one(exponent: Tensor) -> Tensor:
-    """The number 1, with the derivatives of the exponential."""
+    """Return 1, with the derivatives of the exponential."""
     return torch.exp(exponent - exponent.detach())
 
 
@@ -106,12 +106,15 @@ def _check(
     expected = tuple(log_probs.shape)
     for name, shape in shapes.items():
         if shape != expected or len(expected) != 2:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave log_probs of shape {expected} and {name} of shape {shape}.",
-                    "one value for each action, [episodes, time], in all of them.",
-                    "an action is credited with the rewards from its own time on.",
-                    "policy.log_prob(observations, actions), with the sum over the parts of an "
-                    "action taken.",
-                )
-            )
+            raise _other_shape(expected, name, shape)
+
+
+def _other_shape(expected: tuple[int, ...], name: str, shape: tuple[int, ...]) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave log_probs of shape {expected} and {name} of shape {shape}.",
+            "one value for each action, [episodes, time], in all of them.",
+            "an action is credited with the rewards from its own time on.",
+            "policy.log_prob(observations, actions), summed over the parts of an action.",
+        )
+    )

@@ -1,4 +1,4 @@
-"""What was sampled with a policy, and the return it estimates."""
+"""Sampled episodes, and the return that they estimate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Episodes(NamedTuple):
     rewards: Tensor
     """[episodes, time]"""
     alive: Tensor | None = None
-    """Whether the action was taken before the episode's end. [episodes, time]"""
+    """True where the action was taken before the episode's end. [episodes, time]"""
 
 
 def expected_return(
@@ -29,7 +29,7 @@ def expected_return(
 ) -> Tensor:
     """:func:`dice` of episodes that were sampled with ``policy``, less a linear baseline.
 
-    What comes after the end of an episode does not count, whatever it is: NaN, or no action at all.
+    Entries after the end of an episode do not count, whatever they hold: NaN, or no valid action.
     """
     observations, actions, rewards, alive = episodes
     # Observations may be numbers of places, or halves, in which rewards would be rounded.
@@ -40,7 +40,10 @@ def expected_return(
     if alive is not None:
         alive = alive.bool()
         rewards = torch.where(alive, rewards, 0.0)
-        observations, actions = _until_the_end(observations, alive), _until_the_end(actions, alive)
+        observations, actions = (
+            _mask_after_end(observations, alive),
+            _mask_after_end(actions, alive),
+        )
     future = returns_to_go(rewards, discount)
     return dice(
         policy.log_prob(observations, actions),
@@ -52,8 +55,8 @@ def expected_return(
     )
 
 
-def _until_the_end(values: Tensor, alive: Tensor) -> Tensor:
-    """With the first value again in the place of those after the end. [episodes, time, ...]
+def _mask_after_end(values: Tensor, alive: Tensor) -> Tensor:
+    """Replace the values after the end by the first one. [episodes, time, ...]
 
     It is not enough to leave their log-probabilities out: the derivative of those that are not
     finite, times zero, is NaN. The first value is one that the policy can handle; zero may not be.

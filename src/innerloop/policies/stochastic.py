@@ -31,35 +31,28 @@ class Gaussian(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 < std < math.inf:
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote Gaussian(..., std={std}).",
-                    "a number above 0.",
-                    "the score of an action is in units of it.",
-                    "Gaussian(observations, actions, std=1.0).",
-                )
-            )
+            raise _wrong_std(std)
         self.size = actions
         self.net = _net(observations, hidden, actions)
         self.log_std = nn.Parameter(torch.full((actions,), math.log(std)))
 
     def forward(self, observations: Tensor) -> Tensor:
-        """The mean action. [..., actions]"""
+        """Return the mean action. [..., actions]"""
         return self.net(observations)
 
     def noise(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """Random numbers for that many actions, for :meth:`act`."""
+        """Draw the random numbers of :meth:`act`. [*shape, actions]"""
         kind = self.log_std
         drawn = torch.randn(*shape, self.size, generator=generator, dtype=kind.dtype)
         return drawn.to(kind.device)
 
     @torch.no_grad()
     def act(self, observations: Tensor, noise: Tensor) -> Tensor:
-        """A sample. [..., actions]"""
+        """Sample an action. [..., actions]"""
         return self(observations) + self.log_std.exp() * noise
 
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """[...]"""
+        """Return the log-probability of actions. [...]"""
         z = (actions - self(observations)) * (-self.log_std).exp()
         return -(0.5 * z.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
@@ -79,11 +72,11 @@ class Categorical(nn.Module):
         self.net = _net(observations, hidden, choices)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """The logits. [..., choices]"""
+        """Return the logits. [..., choices]"""
         return self.net(observations)
 
     def noise(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
-        """Random numbers for that many actions, for :meth:`act`: of Gumbel's distribution."""
+        """Draw the random numbers of :meth:`act`: Gumbel noise. [*shape, choices]"""
         kind = next(self.parameters())
         # Not in half precision: near 1 it has no numbers.
         exact = torch.promote_types(kind.dtype, torch.float32)
@@ -93,11 +86,11 @@ class Categorical(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, noise: Tensor) -> Tensor:
-        """A sample: the largest of logits with Gumbel noise. [...]"""
+        """Sample an action: the largest of the logits with Gumbel noise. [...]"""
         return (self(observations) + noise).argmax(-1)
 
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """[...]"""
+        """Return the log-probability of actions. [...]"""
         every = self(observations).log_softmax(-1)
         return every.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
@@ -112,3 +105,14 @@ def _net(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
+
+
+def _wrong_std(std: float) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You wrote Gaussian(..., std={std}).",
+            "a number above 0.",
+            "the score of an action is in units of it.",
+            "Gaussian(observations, actions, std=1.0).",
+        )
+    )

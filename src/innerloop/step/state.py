@@ -47,7 +47,7 @@ def named_leaves(params: Any) -> dict[str, Any]:
     return {str(i): leaf for i, leaf in enumerate(_tree.flatten(params)[0])}
 
 
-def rebuilt(params: Any, named: Mapping[str, Any]) -> Any:
+def rebuild(params: Any, named: Mapping[str, Any]) -> Any:
     """The inverse of :func:`named_leaves` for other leaves."""
     if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
         return {name: named[name] for name in params}

@@ -1,4 +1,4 @@
-"""What is zero where an optimizer has converged: the gradient, and a penalty it adds."""
+"""The equation that holds where an optimizer has converged: gradient and penalty are zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from innerloop.optim.sgd import SGD
 _DECOUPLED = ("AdamW", "Muon", "Adafactor")
 
 
-def penalized(rule: Any, hyper: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]] | None:
+def descent_with_penalty(rule: Any, hyper: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]] | None:
     """A plain descent with the rule's weight decay, which rests where the rule does.
 
     ``None`` for a rule that adds nothing to the gradient.
@@ -50,7 +50,7 @@ def penalized(rule: Any, hyper: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]
     return plain, own if "weight_decay" in rule.family.settings else {}
 
 
-def lasting(rule: Any) -> frozenset[str]:
-    """The settings that have an influence on where a rule rests."""
+def lasting_settings(rule: Any) -> frozenset[str]:
+    """The settings that influence where a rule converges."""
     coupled = isinstance(rule, Rule) and "weight_decay" in rule.family.settings
     return frozenset({"weight_decay"} if coupled else ())

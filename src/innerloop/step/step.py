@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from innerloop import _deferred, _tree
+from innerloop import _tree
 from innerloop._numerics import full_precision
-from innerloop._tracing import active
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.guard import closures
+from innerloop.errors import NotBatchableError
+from innerloop.guard import arguments, closures, graph, second_order
+from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.functional import check_buffers, functional
 from innerloop.modules.replica import Template
 from innerloop.optim import Elsewhere, Rule
-from innerloop.step.evaluation import Evaluation, tensors_of
-from innerloop.step.linearized import Linearized
-from innerloop.step.mapped import mapped
-from innerloop.step.state import Meta, State, buffers_of, named_leaves, rebuilt
-from innerloop.step.stationary import lasting, penalized
-from innerloop.step.task_evaluation import TaskEvaluation
+from innerloop.step import refusals
+from innerloop.step.linearized import InnerLinearization
+from innerloop.step.protocol import Look, Pairs, Step
+from innerloop.step.state import Meta, State, buffers_of, named_leaves, rebuild
+from innerloop.step.stationary import descent_with_penalty, lasting_settings
 
 Loss = Callable[..., Any]
 GradTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
 Settings = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+Buffers = Mapping[str, Tensor]
+
+
+class Evaluation(NamedTuple):
+    """The loss at some weights."""
+
+    total: Tensor
+    """What the inner gradient is taken of: the loss, or the sum of the losses of all tasks."""
+    out: Any
+    buffers: Buffers
+
+
+def call_once(function: Callable[..., Any], *trees: Any) -> Any:
+    """Calls ``function`` for the one task there is."""
+    return function(*trees)
 
 
 @dataclasses.dataclass(frozen=True)
-class InnerStep:
+class InnerStep(Step):
     """``step(state, meta, batch) -> (state, out)``; made by :func:`inner_step`."""
 
     loss: Loss
@@ -42,217 +59,362 @@ class InnerStep:
     grad_transform: GradTransform | None = None
     schedule: Settings | None = None
     proximal: float = 0.0
-    tasks: bool = False
-    """Whether every tensor of a state and a batch has a leading task axis."""
-    frozen: frozenset[str] = frozenset()
-    """With tasks, the buffers that no step changes."""
+    over: Callable[..., Any] = call_once
+    """Applies a function of one task: once, or to all tasks by ``vmap``."""
+    constant_buffers: frozenset[str] = frozenset()
+    """Buffers that no step changes."""
+    guard: second_order.Guard | None = None
+    """Sees the next inner gradient that is made with a graph."""
+    look: Look | None = None
+    """Sees the graphs of the loss and of the update where the results have none."""
+
+    symmetric = True
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
-        _check_arguments(state, meta)
-        if not active():
-            self.check_state(state)
+        if not isinstance(state, State) or not isinstance(meta, Meta):
+            raise refusals.not_a_state(state, meta)
         try:
-            new = self._taken(state, meta, batch)
-            watch = closures.current()
-            if watch is not None:
-                watch.settle()
-            return new
+            return self._take(state, meta, batch)
         except Exception as error:
-            add_note = getattr(error, "add_note", None)
-            if add_note is not None:
-                add_note(
-                    f"This happened in inner step {state.time} (counted from 0), where the loss "
-                    f"was called with {'params' if self.model is None else 'the model'} and "
-                    f"the batch {_shown(batch)}."
-                )
+            refusals.add_step(error, state.time, self.model is not None, batch)
             raise
 
-    # What strategies may ask of a step beyond calling it. ----------------------------------------
-
-    def check_state(self, state: State) -> None:
-        """Refuse buffers that require grad, wherever they are, if a gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return
-        given = state.buffers
-        parts = {"": self.model, "loss:": self.loss_model, "optimizer:": self.rule_model}
-        for prefix, template in parts.items():
-            if template is not None and template.requiring:
-                own = {prefix + name: b for name, b in template.requiring.items()}
-                check_buffers({name: b for name, b in own.items() if name not in given})
-        # All tensors of a state require grad where a strategy takes a step's derivative.
-        asking = {n: b for n, b in given.items() if b.requires_grad and not closures.is_own(b)}
-        check_buffers(asking)
-
-    def constants(self, state: State) -> list[Tensor]:
-        """What has no derivative in a state after a step."""
-        return list(state.buffers.values())
-
-    def replayed(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
-        """The step once more, for its derivative: the values of the new weights may be NaN."""
-        plain = not self.tasks and not self.first_order and self.grad_transform is None
-        if not (plain and _is_linear(self.rule, meta.opt)):
-            return self(state, meta, batch)
-        with _deferred.valueless():
-            return self(state, meta, batch)
-
-    def with_proximal(self, strength: float) -> InnerStep:
-        """The same step with ``strength / 2 · ‖θ - anchor‖²`` added to the loss (iMAML)."""
-        return dataclasses.replace(self, proximal=strength)
-
-    def stationarity(self, state: State, meta: Meta, batch: Any) -> list[tuple[Tensor, Tensor]]:
-        """Each weight that moves with what is zero after convergence: its gradient and penalty."""
+    def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
+        tracked = torch.is_grad_enabled()
+        if state.opt is None:
+            state = state._replace(opt=self.initial(state.params))
         named = named_leaves(state.params)
-        tracked = torch.is_grad_enabled() and not self.first_order
-        found = self.evaluation(state, meta, batch).gradients(tracked)
-        found = mapped(self._transformed, found) if self.tasks else self._transformed(found)
-        moving = {name: grad for name, grad in found.items() if grad is not None}
-        # Those of the last step: a schedule may have no further ones.
-        last = max(state.time - 1, 0)
-        hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, last)
-        plain = penalized(self.rule, {} if self.rule_model is not None else hyper)
-        if plain is not None:
-            moved = named_leaves(self._penalized(plain, state.params, rebuilt(state.params, found)))
-            moving = {name: named[name] - moved[name] for name in moving}
-        return [(named[name], rest) for name, rest in moving.items()]
+        sources = self.sources(named, tracked)
+        since = graph.now() if tracked else 0
+        second = tracked and not self.first_order
+        with torch.enable_grad(), twice_differentiable() if second else nullcontext():
+            params = rebuild(state.params, {**named, **sources})
+            found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
+            follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
+            grads = self.gradients(found.total, sources, follow, since)
+        if self.look is not None:
+            self.look(_tree.tensors(found.out), sources.values())
+        by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
+        with torch.set_grad_enabled(tracked or self.look is not None):
+            new = self.update(state._replace(buffers=found.buffers), meta, by_name, found, batch)
+        if self.look is not None:
+            self.look(_tree.tensors((new.params, new.opt)), ())
+            new = _tree.map(_tree.detach, new)
+        return new, found.out if follow else _tree.map(_tree.detach, found.out)
 
-    def _transformed(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+    # The parts of a step. -----------------------------------------------------------------------
+
+    def sources(self, named: Mapping[str, Any], tracked: bool = True) -> dict[str, Tensor]:
+        """The weights that move, each as its own point of the graph.
+
+        The inner gradient is a *partial* derivative: other weights, or parameters of the loss, may
+        have been computed from the same tensor.
+        """
+        found = {}
+        for name in self.moving(named):
+            param = named[name]
+            if tracked and param.requires_grad:
+                found[name] = param.view_as(param)
+            else:
+                found[name] = param.detach().requires_grad_()
+        return found
+
+    def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
+        """The names of the weights that move: those of the rule that the model has not frozen."""
+        if self.model is not None and named.keys() == self.model.params.keys():
+            return self._moving_in_model
+        return self._moving_among(named)
+
+    @functools.cached_property
+    def _moving_in_model(self) -> tuple[str, ...]:
+        assert self.model is not None
+        return self._moving_among(self.model.params)
+
+    def _moving_among(self, named: Mapping[str, Any]) -> tuple[str, ...]:
+        names = self.rule.names if isinstance(self.rule, Rule) else None
+        own = named if names is None else set(names)
+        trained = {} if self.model is None else self.model.trained
+        found = [name for name in named if name in own and trained.get(name, True)]
+        found = [name for name in found if _tree.differentiable(named[name])]
+        if not found:
+            raise refusals.nothing_moves()
+        return tuple(found)
+
+    def evaluate(
+        self, params: Any, state: State, meta: Meta, batch: Any, asked: bool = True
+    ) -> Evaluation:
+        """The loss of one task, or of all tasks, and the buffers afterwards.
+
+        ``asked`` says whether a meta-gradient is wanted, now or from a later recomputation.
+        """
+
+        def one(params: Any, buffers: Buffers, batch: Any) -> Any:
+            return self._evaluate_one(params, buffers, meta, batch)
+
+        value, out, buffers = self.over(one, params, state.buffers, batch)
+        total = value if value.dim() == 0 else value.sum()
+        arguments.check_requires_grad(total)
+        return Evaluation(total, out, self._keep_buffers(state.buffers, buffers, asked))
+
+    def _evaluate_one(self, params: Any, buffers: Buffers, meta: Meta, batch: Any) -> Any:
+        loss, extra = self.loss, (meta.loss,) if meta.loss else ()
+        if self.loss_model is not None:
+            loss, extra = self.loss_model.bind(meta.loss, buffers_of("loss", buffers)), ()
+        model = params
+        if self.model is not None:
+            model = self.model.bind(params, buffers_of("", buffers))
+        before = self._buffers_in(model, loss)
+        out = loss(model, batch, *extra)
+        after = self._buffers_in(model, loss)
+        value = arguments.check_loss(out[0] if isinstance(out, tuple) and out else out)
+        found = (value, *out[1:]) if isinstance(out, tuple) else value
+        return value, found, _changed(before, after)
+
+    def _buffers_in(self, model: Any, loss: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.model is not None and self.model.buffers:
+            found = self.model.buffers_of(model)
+        if self.loss_model is not None and self.loss_model.buffers:
+            own = self.loss_model.buffers_of(loss)
+            found |= {f"loss:{name}": buffer for name, buffer in own.items()}
+        return found
+
+    def _keep_buffers(self, old: Buffers, new: Buffers, asked: bool) -> Buffers:
+        """The buffers after a forward, without a graph."""
+        if not new:
+            return old
+        kept = dict(old)
+        for name, buffer in new.items():
+            if buffer.requires_grad and asked:
+                raise refusals.buffer_with_graph(name)
+            if name not in self.constant_buffers:
+                kept[name] = buffer.detach()
+        return kept
+
+    def gradients(
+        self, total: Tensor, sources: Mapping[str, Tensor], follow: bool, since: int = 0
+    ) -> dict[str, Tensor | None]:
+        """G = ∇ℓ(θ, φ_loss); ``None`` for weights that the loss leaves out.
+
+        ``since`` is autograd's clock before the loss was computed.
+        """
+        second = follow and not self.first_order
+        weights = list(sources.values())
+        found = torch.autograd.grad(
+            total,
+            weights,
+            retain_graph=follow or self.look is not None,
+            create_graph=second,
+            allow_unused=True,
+        )
+        if all(g is None for g in found):
+            raise refusals.no_gradient()
+        if second and self.guard is not None:
+            self.guard.look(total, found, sources, since)
+        return dict(zip(sources, found, strict=True))
+
+    def _is_followed(
+        self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
+    ) -> bool:
+        """Whether a gradient could be asked of anything that has a part in the loss."""
+        given = _tree.flatten((state.params, meta, batch))[0]
+        if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]):
+            return True
+        return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
+
+    def pull_to_anchor(
+        self, grads: dict[str, Tensor | None], named: Mapping[str, Any], meta: Meta
+    ) -> dict[str, Tensor | None]:
+        if not self.proximal:
+            return grads
+        anchor = named_leaves(meta.anchor)
+        pulls = {name: self.proximal * (named[name] - anchor[name]) for name in grads}
+        return {name: pulls[name] if g is None else g + pulls[name] for name, g in grads.items()}
+
+    def transform(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         """The gradients as the rule gets them."""
         if self.grad_transform is None:
             return dict(grads)
         present = {name: g for name, g in grads.items() if g is not None}
-        return {**grads, **self._checked(self.grad_transform(present), present)}
+        found = self.grad_transform(present)
+        alike = isinstance(found, Mapping) and found.keys() == present.keys()
+        if not alike or not all(g is None or isinstance(g, Tensor) for g in found.values()):
+            raise refusals.transform_returned(found)
+        return {**grads, **found}
 
-    def _penalized(self, plain: tuple[Rule, Any], params: Any, grads: Any) -> Any:
-        rule, settings = plain
+    def update(
+        self, state: State, meta: Meta, grads: Mapping[str, Any], found: Evaluation, batch: Any
+    ) -> State:
+        """The rule's part of a step."""
+        if self.evaluates:
+            params, opt, buffers = self._search(state, meta, grads, found, batch)
+        else:
+            absent = dict.fromkeys(grads)
 
-        def one(params: Any, grads: Any) -> Any:
-            return rule.update(params, grads, rule.init(params), settings)[0]
+            def one(params: Any, present: Any, opt: Any, buffers: Buffers) -> Any:
+                return self._update_one(params, {**absent, **present}, opt, buffers, state, meta)
 
-        return mapped(one, params, grads) if self.tasks else one(params, grads)
-
-    @property
-    def lasting(self) -> frozenset[str]:
-        """The settings that have an influence on where training converges."""
-        return lasting(self.rule)
-
-    def linearized(self, state: State, meta: Meta, batch: Any) -> Linearized | None:
-        """The step at a point whose tensors are leaves, with its derivative along directions.
-
-        ``None`` if the rule takes more than one gradient in a step.
-        """
-        if state.opt is None:
-            state = state._replace(opt=self.initial(state.params))
-        return None if self.evaluates else Linearized(self, state, meta, batch)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """What is the same in all steps that cost the same."""
-        model = None if self.model is None else self.model.source
-        rule = self.rule.family.name if isinstance(self.rule, Rule) else type(self.rule)
-        functions = _hashable(self.loss), _hashable(self.grad_transform)
-        return *functions, model, rule, self.first_order, self.proximal
-
-    @property
-    def roots(self) -> tuple[Any, ...]:
-        """Where the names of tensors can be found that the step closes over."""
-        model = None if self.model is None else self.model.source
-        return self.loss, self.grad_transform, self.schedule, self.rule, model
-
-    def evaluation(self, state: State, meta: Meta, batch: Any) -> Evaluation:
-        """The loss at a state and a batch; its gradient, and the update, are asked of it."""
-        kind = TaskEvaluation if self.tasks else Evaluation
-        return kind(self, state, meta, batch)
-
-    def _taken(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
-        tracked = torch.is_grad_enabled()
-        if state.opt is None:
-            state = state._replace(opt=self.initial(state.params))
-        run = self.evaluation(state, meta, batch)
-        grads = run.gradients(tracked and not self.first_order)
-        # With nothing that requires grad this makes no graph, but it shows what was closed over.
-        watch = None if tracked else closures.current()
-        since = closures.sequence_number()
-        with torch.set_grad_enabled(tracked or watch is not None):
-            new = run.updated(grads)
-        if watch is not None:
-            leaves = tensors_of(new)
-            if any(leaf.requires_grad for leaf in leaves):
-                watch.inspect(leaves, [], since, _repeated_update(run, grads), self.roots)
-                new = _tree.map(_detached, new)
-        params, opt = new
-        out = run.out if run.followed else _tree.map(_detached, run.out)
-        return State(params, run.buffers, opt, state.time + 1), out
-
-    def updated(
-        self, state: State, meta: Meta, grads: Mapping[str, Any], run: Evaluation
-    ) -> tuple[Any, Any]:
-        """The rule's part of a step: the new weights and the new optimizer state."""
-        with full_precision(run.value.device):
-            grads = self._transformed(grads)
-            if self.rule_model is not None:
-                return self._learned(state, meta, grads, run)
-            hyper = meta.opt if self.schedule is None else self.schedule(meta.opt, state.time)
-            grads = _deferred.settled(grads, lambda: _is_linear(self.rule, hyper))
-            found = rebuilt(state.params, grads)
-            if not self.evaluates:
-                return self.rule.update(state.params, found, state.opt, hyper)
-            elsewhere = Elsewhere(run.elsewhere, run.value)
-            return self.rule.update(state.params, found, state.opt, hyper, evaluate=elsewhere)
-
-    def initial(self, params: Any) -> Any:
-        """The optimizer's state before the first step."""
-        if self.tasks:
-            return mapped(dataclasses.replace(self, tasks=False).initial, params)
-        if self.rule_model is None:
-            return self.rule.init(params)
-        named = named_leaves(params)
-        trained = Evaluation(self, State(params), Meta(), None).trained(named)
-        return self.rule.init({name: named[name] for name in trained})
-
-    def _learned(
-        self, state: State, meta: Meta, grads: Mapping[str, Any], run: Evaluation
-    ) -> tuple[Any, Any]:
-        """The update of a learned optimizer, which sees the weights that move and no others."""
-        assert self.rule_model is not None
-        rule: Any = self.rule_model.bind(meta.opt, buffers_of("optimizer", state.buffers))
-        named = named_leaves(state.params)
-        moving = {name: named[name] for name in run.trained(named)}
-        # It may write to the containers of its state, which are those of an earlier state.
-        opt = _tree.copied(state.opt)
-        found = rule.update(moving, {name: grads[name] for name in moving}, opt)
-        run.keep("optimizer", self.rule_model.buffers_of(rule))
-        pair = isinstance(found, tuple) and len(found) == 2
-        new: Any = found[0] if pair else None
-        alike = isinstance(new, Mapping) and new.keys() == moving.keys()
-        if not alike or any(_shape(new[n]) != p.shape for n, p in moving.items()):
-            raise InnerLoopError(
-                four_part(
-                    f"update of your {type(self.rule).__name__} returned {_described(found)}.",
-                    "a pair: the new weights by name, each in its shape, and the new state.",
-                    "the next step goes on from them.",
-                    "return {name: p - step(g) for ...}, state.",
+            present = {name: g for name, g in grads.items() if g is not None}
+            with full_precision(found.total.device):
+                params, opt, buffers = self.over(
+                    one, state.params, present, state.opt, state.buffers
                 )
-            )
-        return rebuilt(state.params, {**named, **new}), found[1]
+        kept = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
+        return State(params, kept, opt, state.time + 1)
+
+    def _update_one(
+        self,
+        params: Any,
+        grads: dict[str, Any],
+        opt: Any,
+        buffers: Buffers,
+        state: State,
+        meta: Meta,
+    ) -> Any:
+        grads = self.transform(grads)
+        if self.rule_model is not None:
+            return self._update_learned(self.rule_model, params, grads, opt, buffers, meta)
+        hyper = self.settings_at(meta, state.time)
+        return *self.rule.update(params, rebuild(params, grads), opt, hyper), {}
+
+    def settings_at(self, meta: Meta, time: int) -> Mapping[str, Any]:
+        """The optimizer's settings for one step."""
+        return meta.opt if self.schedule is None else self.schedule(meta.opt, time)
+
+    def _update_learned(
+        self, template: Template, params: Any, grads: Any, opt: Any, buffers: Buffers, meta: Meta
+    ) -> Any:
+        """The update of a learned optimizer, which sees the weights that move and no others."""
+        rule: Any = template.bind(meta.opt, buffers_of("optimizer", buffers))
+        before = template.buffers_of(rule)
+        named = named_leaves(params)
+        moving = {name: named[name] for name in self.moving(named)}
+        # It may write to the containers of its state, which are those of an earlier state.
+        found = rule.update(moving, {name: grads[name] for name in moving}, _tree.copied(opt))
+        refusals.check_update(type(self.rule).__name__, found, moving)
+        left = _changed(before, template.buffers_of(rule))
+        named_left = {f"optimizer:{name}": buffer for name, buffer in left.items()}
+        return rebuild(params, {**named, **found[0]}), found[1], named_left
 
     @property
     def evaluates(self) -> bool:
         """Whether the rule asks for the loss at other weights within a step (LBFGS)."""
         return isinstance(self.rule, Rule) and self.rule.family.layout == "whole"
 
-    @staticmethod
-    def _checked(given: Any, present: Mapping[str, Any]) -> Mapping[str, Any]:
-        alike = isinstance(given, Mapping) and given.keys() == present.keys()
-        if alike and all(g is None or isinstance(g, Tensor) for g in given.values()):
-            return given
-        raise InnerLoopError(
-            four_part(
-                f"Your grad_transform returned {type(given).__name__}.",
-                "a mapping of tensors with the names of the gradients it was given.",
-                "gradients are matched to weights by name.",
-                "return {name: f(g) for name, g in grads.items()}.",
+    def _search(
+        self, state: State, meta: Meta, grads: Mapping[str, Any], found: Evaluation, batch: Any
+    ) -> Any:
+        """An update that evaluates the loss at several weights."""
+        if self.over is not call_once:
+            raise NotBatchableError(
+                f"the optimizer {self.rule.family.name}: each task searches for its own steps"
             )
-        )
+        buffers, tracked = state.buffers, torch.is_grad_enabled()
+
+        def elsewhere(params: Any) -> tuple[Tensor, Any]:
+            nonlocal buffers
+            named = named_leaves(params)
+            sources = self.sources(named, tracked)
+            given = state._replace(buffers=buffers)
+            with torch.enable_grad():
+                there = self.evaluate(rebuild(params, {**named, **sources}), given, meta, batch)
+                found = self.gradients(there.total, sources, tracked)
+            buffers = there.buffers
+            by_name = dict.fromkeys(named) | self.pull_to_anchor(found, named, meta)
+            return there.total if tracked else there.total.detach(), rebuild(params, by_name)
+
+        with full_precision(found.total.device):
+            hyper, given = self.settings_at(meta, state.time), self.transform(grads)
+            evaluate = Elsewhere(elsewhere, found.total)
+            params, opt = self.rule.update(
+                state.params, rebuild(state.params, given), state.opt, hyper, evaluate=evaluate
+            )
+        return params, opt, {n: b for n, b in buffers.items() if b is not state.buffers.get(n)}
+
+    def initial(self, params: Any) -> Any:
+        """The optimizer's state before the first step."""
+        return self.over(self._initial_one, params)
+
+    def _initial_one(self, params: Any) -> Any:
+        if self.rule_model is None:
+            return self.rule.init(params)
+        named = named_leaves(params)
+        return self.rule.init({name: named[name] for name in self.moving(named)})
+
+    # What strategies may ask. -------------------------------------------------------------------
+
+    @property
+    def roots(self) -> tuple[Any, ...]:
+        model = None if self.model is None else self.model.source
+        return self.loss, self.grad_transform, self.schedule, self.rule, model
+
+    @property
+    def identity(self) -> Any:
+        model = None if self.model is None else self.model.source
+        rule = self.rule.family.name if isinstance(self.rule, Rule) else type(self.rule)
+        return id(self.loss), id(self.grad_transform), model, rule, self.first_order, self.proximal
+
+    def check_state(self, state: Any) -> None:
+        """Refuse buffers that require grad, wherever they are, if a gradient is wanted."""
+        if not torch.is_grad_enabled() or not isinstance(state, State):
+            return
+        check_buffers(state.buffers)
+        parts = {"": self.model, "loss:": self.loss_model, "optimizer:": self.rule_model}
+        for prefix, template in parts.items():
+            if template is not None and template.requiring:
+                own = {prefix + name: b for name, b in template.requiring.items()}
+                check_buffers({name: b for name, b in own.items() if name not in state.buffers})
+
+    def constants(self, state: State) -> list[Tensor]:
+        return list(state.buffers.values())
+
+    def guarded(self) -> InnerStep:
+        return dataclasses.replace(self, guard=second_order.Guard())
+
+    def observed(self, look: Look) -> InnerStep:
+        return dataclasses.replace(self, look=look)
+
+    def with_proximal(self, strength: float) -> InnerStep:
+        return dataclasses.replace(self, proximal=strength)
+
+    def linearize(self, state: State, meta: Meta, batch: Any) -> Any:
+        if self.evaluates:
+            return super().linearize(state, meta, batch)
+        if state.opt is None:
+            state = state._replace(opt=self.initial(state.params))
+        return InnerLinearization(self, state, meta, batch)
+
+    @property
+    def lasting(self) -> frozenset[str]:  # type: ignore[override]
+        return lasting_settings(self.rule)
+
+    def residual(self, state: State, meta: Meta, batch: Any) -> Pairs:
+        """Each weight that moves with its gradient and penalty, which are zero at convergence."""
+        tracked = torch.is_grad_enabled()
+        named = named_leaves(state.params)
+        sources = self.sources(named, tracked)
+        with torch.enable_grad():
+            found = self.evaluate(rebuild(state.params, {**named, **sources}), state, meta, batch)
+            grads = self.gradients(found.total, sources, tracked)
+        by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
+        present = {name: g for name, g in by_name.items() if g is not None}
+        moving = self.over(lambda present: self.transform(present), present)
+        # The settings of the last step: a schedule may have no further ones.
+        hyper = self.settings_at(meta, max(state.time - 1, 0))
+        plain = descent_with_penalty(self.rule, {} if self.rule_model is not None else hyper)
+        if plain is None:
+            return [(named[name], g) for name, g in moving.items() if g is not None]
+        rule, settings = plain
+        absent = dict.fromkeys(named)
+
+        def one(params: Any, present: Any) -> Any:
+            grads = rebuild(params, {**absent, **present})
+            return rule.update(params, grads, rule.init(params), settings)[0]
+
+        moved = named_leaves(self.over(one, state.params, moving))
+        return [
+            (named[name], named[name] - moved[name]) for name, g in moving.items() if g is not None
+        ]
 
 
 def inner_step(
@@ -283,15 +445,7 @@ def inner_step(
     (tensor([1.4000]), tensor(4.))
     """
     if isinstance(rule, torch.optim.Optimizer | type) or not hasattr(rule, "update"):
-        found = rule.__name__ if isinstance(rule, type) else type(rule).__name__
-        raise InnerLoopError(
-            four_part(
-                f"You gave {found} as the rule of a step.",
-                "a rule of innerloop.optim, or a learned optimizer.",
-                "a step is a function, and a torch optimizer changes weights in place.",
-                "innerloop.optim.from_torch(optimizer, innerloop.functional(model).params).",
-            )
-        )
+        raise refusals.not_a_rule(rule)
     return InnerStep(
         loss,
         rule,
@@ -304,88 +458,18 @@ def inner_step(
     )
 
 
-def _is_linear(rule: Any, hyper: Any) -> bool:
-    """Whether the derivative of an update does not depend on the values of the gradient."""
-    if not isinstance(rule, Rule) or not rule.family.linear:
-        return False
-    return not any(t.requires_grad for t in tensors_of((hyper, rule.hyper)))
+def _changed(before: Buffers, after: Buffers) -> dict[str, Tensor]:
+    """The buffers that a forward may have written to.
 
-
-def _check_arguments(state: Any, meta: Any) -> None:
-    if not isinstance(state, State) or not isinstance(meta, Meta):
-        wrong = state if not isinstance(state, State) else meta
-        raise InnerLoopError(
-            four_part(
-                f"You gave a step a {type(wrong).__name__}.",
-                "innerloop.State and innerloop.Meta.",
-                "a step takes weights, buffers and the optimizer's state out of the one, settings "
-                "and the loss's parameters out of the other.",
-                "step(State(params), Meta({'lr': lr}), batch).",
-            )
-        )
-
-
-def _shown(value: Any) -> str:
-    """A batch in few words."""
-    if isinstance(value, Tensor):
-        return f"Tensor{list(value.shape)}"
-    if isinstance(value, tuple | list):
-        inside = ", ".join(map(_shown, value[:4])) + (", ..." if len(value) > 4 else "")
-        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-    return type(value).__name__
-
-
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, Tensor) else None
-
-
-def _described(found: Any) -> str:
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Mapping)):
-        return f"a {type(found).__name__}"
-    return f"weights { ({name: _shape(value) for name, value in found[0].items()}) }"
-
-
-def _hashable(value: Any) -> Any:
-    """The value, or what stands for it as long as it lives."""
-    try:
-        hash(value)
-    except TypeError:
-        return type(value), id(value)
-    return value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _repeated_update(run: Evaluation, grads: Mapping[str, Any]) -> Callable[[], list[Tensor]]:
-    """The rule's part of a step once more, if it is called, to see what it closed over."""
-    same = run.step.evaluation(run.state, run.meta, run.batch)
-    same.value, same.buffers = run.value.detach(), run.buffers
-
-    def again() -> list[Tensor]:
-        with torch.enable_grad():
-            return tensors_of(same.updated(grads))
-
-    return again
-
-
-def batched(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step for many tasks at once: every tensor of a state and a batch has a leading task axis.
-
-    Meta-parameters are shared by the tasks. Each task has its own buffers and random numbers.
-
-    >>> from innerloop import optim
-    >>> step = inner_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(), optim.sgd(0.1))
-    >>> state = State({"w": torch.tensor([[1.0], [2.0]])})
-    >>> batched(step)(state, Meta(), torch.tensor([[3.0], [2.0]]))[0].params["w"]
-    tensor([[1.4000],
-            [2.0000]])
+    Batch norm writes to its statistics without counting a version, so a floating-point buffer is
+    always taken as changed. A mask stays one tensor in all states.
     """
-    if isinstance(step, InnerStep):
-        return dataclasses.replace(step, tasks=True)
+    return {
+        name: buffer
+        for name, buffer in after.items()
+        if buffer is not before.get(name) or buffer.is_floating_point() or _is_written(buffer)
+    }
 
-    def for_tasks(state: Any, meta: Any, batch: Any) -> Any:
-        return mapped(lambda state, batch: step(state, meta, batch), state, batch)
 
-    return for_tasks
+def _is_written(buffer: Tensor) -> bool:
+    return buffer._version > 0 or is_functorch_wrapped_tensor(buffer)  # which count no versions

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop._allocator import freed_kept
-from innerloop.guard.closures import sequence_number, strangers
-from innerloop.guard.randomness import devices_of, preserved
-from innerloop.guard.watch import ForeignError, Watch
-from innerloop.step.mapped import NotBatchableError, first_line
+from innerloop.errors import NotBatchableError
+from innerloop.guard import closures, graph
+from innerloop.guard.randomness import Draws, Randomness, devices_of, preserved
+from innerloop.tasks.batched import first_line
+from innerloop.tasks.corrections import NoGenerators, OrderError
 from innerloop.tasks.loop import loop
 from innerloop.tasks.threads import threads
 from innerloop.tasks.vmap import vmap
-from innerloop.tasks.way import Ended, Way, draws
+from innerloop.tasks.way import Ended, Way
 
 _SHORT = 2.0  # seconds: shorter trials are repeated, since a first one also fills caches
 
@@ -53,13 +53,12 @@ class auto(Way):
         expected: list[Tensor | None] = []
         trials = []
         try:
-            with freed_kept():  # As it will be in later calls.
-                for way in ways:
-                    trial = _tried(way, tasks, inputs, expected)
-                    if trial is None:
-                        return
-                    trials.append(trial)
-        except ForeignError as error:
+            for way in ways:
+                trial = _try(way, tasks, inputs, expected)
+                if trial is None:
+                    return
+                trials.append(trial)
+        except OrderError as error:
             # Trials must not use up a generator.
             self.chosen, self.trials = loop(), tuple(Trial(w, None, str(error)) for w in ways[1:])
             return
@@ -78,9 +77,7 @@ class auto(Way):
         return "\n".join(lines)
 
 
-def _tried(
-    way: Way, tasks: Any, inputs: list[Tensor], expected: list[Tensor | None]
-) -> Trial | None:
+def _try(way: Way, tasks: Any, inputs: list[Tensor], expected: list[Tensor | None]) -> Trial | None:
     """Time one way. The first one, the loop, leaves what the others must find in ``expected``.
 
     ``None`` if no gradient can be asked for.
@@ -89,20 +86,20 @@ def _tried(
     for _ in range(2):
         if best is not None and best > _SHORT:
             break
-        drawn, since = draws(tasks), sequence_number()
+        drawn, since = Draws(), graph.now()
         start = time.perf_counter()
         with preserved(devices_of(inputs)):
-            before = torch.get_rng_state()
+            before = Randomness(())
             try:
                 losses, why = _losses(way, tasks)
                 if losses is None:
                     return Trial(way, None, why)
                 if not inputs or not losses.requires_grad:
                     return None
-                random = drawn.undone() or not torch.equal(before, torch.get_rng_state())
+                random = drawn.undo() or not before.is_now()
                 total = losses.sum()
                 # What was computed before the call has to outlast the trials.
-                keep = bool(strangers([total], [], since)[1])
+                keep = bool(closures.closed_over([total], [], since)[1])
                 grads = torch.autograd.grad(total, inputs, retain_graph=keep, allow_unused=True)
                 _synchronize(tasks.device)
             except NotBatchableError as error:
@@ -124,11 +121,11 @@ def _tried(
 
 def _losses(way: Way, tasks: Any) -> tuple[Tensor | None, str]:
     if isinstance(way, threads):
-        ended, why = way.tried(tasks)
+        ended, why = way.run_parallel(tasks)
         return (None, why) if ended is None else (ended.losses, "")
     if isinstance(way, vmap):
-        return way.tried(tasks).losses, ""
-    with Watch():
+        return way.run_batched(tasks).losses, ""
+    with NoGenerators():
         return way.run(tasks).losses, ""
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.step.mapped import sliced
 
 
 def count(train: Sequence[Any], val: Any = None) -> int:
-    """How many tasks there are: the size of the first axis of every tensor."""
+    """The number of tasks: the size of the first axis of every tensor."""
     distinct = {id(batch): batch for batch in (*train, val)}
     found = _tree.flatten(list(distinct.values()))[0]
     for leaf in found:
@@ -52,3 +52,29 @@ def of_task(train: Sequence[Any], task: int) -> list[Any]:
         if id(batch) not in slices:
             slices[id(batch)] = sliced(batch, task)
     return [slices[id(batch)] for batch in train]
+
+
+def spread(tree: Any, count: int) -> Any:
+    """Every tensor once for each task, without copies."""
+    return _tree.map(lambda v: v.expand(count, *v.shape) if isinstance(v, Tensor) else v, tree)
+
+
+def sliced(tree: Any, task: int) -> Any:
+    """One task's part of nested tensors; what is not a tensor belongs to all tasks."""
+    return _tree.map(lambda v: v[task] if isinstance(v, Tensor) else v, tree)
+
+
+def stacked(trees: list[Any], is_leaf: Any = None, shared: bool = False) -> Any:
+    """The trees of several tasks as one; what is not a tensor becomes a list.
+
+    With ``shared`` it is the same in all tasks, and stays one.
+    """
+    flat = [_tree.flatten(tree, is_leaf) for tree in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [
+        torch.stack(list(c))
+        if isinstance(c[0], Tensor)
+        else (c[0] if c[0] is None or shared else list(c))
+        for c in columns
+    ]
+    return _tree.unflatten(leaves, flat[0][1])

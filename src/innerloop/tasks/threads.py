@@ -21,16 +21,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from innerloop import _tree
-from innerloop._allocator import share_freed
 from innerloop._tree import differentiable, has_tangents
+from innerloop.backward.attach import attach
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.guard import closures
-from innerloop.guard.fingerprint import generators
-from innerloop.guard.randomness import Autocast
-from innerloop.guard.watch import Draws, ForeignError, Watch, saved_tensor_hooks
-from innerloop.step.gradient import refuse_higher
+from innerloop.guard.randomness import Autocast, Draws, Randomness
+from innerloop.tasks.corrections import NoGenerators, OrderError, saved_tensor_hooks
 from innerloop.tasks.loop import loop
-from innerloop.tasks.way import Ended, Way, surroundings, warn_of_loop
+from innerloop.tasks.way import Ended, Way, warn_of_loop
 
 T = TypeVar("T")
 _local = threading.local()
@@ -65,7 +63,7 @@ class threads(Way):
 
     def run(self, tasks: Any) -> Ended:
         if tasks.mark not in self._refused:
-            found, why = self.tried(tasks)
+            found, why = self.run_parallel(tasks)
             if found is not None:
                 return found
             if not _for_now(tasks):
@@ -73,29 +71,26 @@ class threads(Way):
             warn_of_loop(self, why)
         return loop().run(tasks)
 
-    def tried(self, tasks: Any) -> tuple[Ended | None, str]:
-        """The result, or why there is none."""
-        held = surroundings(tasks)
-        if why := _for_now(tasks) or _hooks(held):
+    def run_parallel(self, tasks: Any) -> tuple[Ended | None, str]:
+        """The result, or the reason why there is none."""
+        if why := _for_now(tasks) or _hooks(tasks):
             return None, why
-        before = torch.get_rng_state()
+        before, draws = Randomness(()), Draws()
         count = min(self.n or torch.get_num_threads(), tasks.count)
-        first = tasks.mark not in self._seen and not tasks.compiled  # Programs draw none.
-        each = [_Task(tasks, t, first) for t in range(tasks.count)]
-        draws = Draws(generators(held))
+        each = [_Task(tasks, t, tasks.mark not in self._seen) for t in range(tasks.count)]
         try:
             _parallel(count, each, _Task.run)
-        except ForeignError as error:
-            draws.undone()
-            torch.set_rng_state(before)
+        except OrderError as error:
+            draws.undo()
+            before.set()
             return None, f"that {error}"
-        if draws.undone() or not torch.equal(before, torch.get_rng_state()):
-            torch.set_rng_state(before)
+        if draws.undo() or not before.is_now():
+            before.set()
             return None, "that the model or the loss draws random numbers, as dropout does"
-        if any(task.strangers for task in each):
+        if _share_leaves(each):
             return None, "that the loss uses a tensor requiring grad that the loop was not given"
         self._seen.add(tasks.mark)
-        return _joined(each, count), ""
+        return _join(each, count), ""
 
 
 class _NoDraws(TorchDispatchMode):
@@ -103,7 +98,7 @@ class _NoDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ForeignError("the model or the loss draws random numbers, as dropout does")
+            raise OrderError("the model or the loss draws random numbers, as dropout does")
         return func(*args, **(kwargs or {}))
 
 
@@ -114,7 +109,8 @@ class _Task:
         self.tasks, self.number, self.first = tasks, number, first
         self.tracked, self.autocast = torch.is_grad_enabled(), Autocast(())
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.strangers = False
+        self.closed_over: set[int] = set()
+        """The ids of leaves that the task used without being given them."""
         self.leaves: list[Any] = []
         self.spec: Any = None
         self.where: list[int] = []
@@ -122,15 +118,15 @@ class _Task:
 
     def run(self) -> None:
         draws = _NoDraws() if self.first else contextlib.nullcontext()
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), Watch(), draws:
-            found = self.tasks.one(self.number, self._of)
+        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), NoGenerators(), draws:
+            found = self.tasks.one(self.number, self._stand_in)
         self.leaves, self.spec = _tree.flatten(found)
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
         known = [new for _, new in self.stand_ins.values()]
         # Numbers of autograd's nodes differ between threads, so all are followed to their leaves.
-        self.strangers = any(closures.strangers(self.outputs, known, -1))
+        self.closed_over = {id(leaf) for leaf in closures.closed_over(self.outputs, known, 0)[0]}
 
-    def _of(self, value: Any) -> Any:
+    def _stand_in(self, value: Any) -> Any:
         if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):
             return value
         if id(value) not in self.stand_ins:
@@ -142,7 +138,7 @@ class _Task:
     def outputs(self) -> list[Tensor]:
         return [self.leaves[i] for i in self.where]
 
-    def pulled(self, grads: Sequence[Tensor | None], keep: bool) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, grads: Sequence[Tensor | None], keep: bool) -> Iterator[tuple[int, Tensor]]:
         """Gradients of the caller's tensors, by id."""
         pairs = [(t, g) for t, g in zip(self.outputs, grads, strict=True) if g is not None]
         targets = [new for _, new in self.stand_ins.values()]
@@ -160,13 +156,34 @@ class _Task:
         return iter([(key, grad) for key, grad in named if grad is not None])
 
 
-def _joined(each: list[_Task], count: int) -> Ended:
-    """The results of all tasks, in the caller's graph."""
+def _share_leaves(each: list[_Task]) -> bool:
+    """Whether tasks use a leaf from outside: leaves that steps make differ between tasks."""
+    seen: set[int] = set()
+    for task in each:
+        if not seen.isdisjoint(task.closed_over):
+            return True
+        seen |= task.closed_over
+    return False
+
+
+def _join(each: list[_Task], count: int) -> Ended:
+    """The results of all tasks, in the caller's graph; the backward runs in threads again."""
     inputs = {key: old for task in each for key, (old, _) in task.stand_ins.items()}
-    values = [t.detach() for task in each for t in task.outputs]
+    values: Sequence[Tensor] = [t.detach() for task in each for t in task.outputs]
+
+    def pull(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        keep = _autograd._get_current_graph_task_keep_graph()
+        rest = iter(grads)
+        given = [(task, [next(rest) for _ in task.where]) for task in each]
+        found = _parallel(count, given, lambda pair: list(pair[0].pull(pair[1], keep)))
+        sums: dict[int, Tensor] = {}
+        for key, grad in (item for items in found for item in items):
+            sums[key] = sums[key] + grad if key in sums else grad
+        return [sums.get(key) for key in inputs]
+
     if inputs and values:
-        values = _Join.apply(each, count, list(inputs), values, *inputs.values())
-    rest = iter(values)  # type: ignore[arg-type]
+        values = attach(values, list(inputs.values()), pull, name="tasks in threads")
+    rest = iter(values)
     found = []
     for task in each:
         leaves = list(task.leaves)
@@ -176,36 +193,6 @@ def _joined(each: list[_Task], count: int) -> Ended:
     losses = [loss for _, _, loss in found]
     joined = None if losses[0] is None else torch.stack(losses)
     return Ended([(state, outs) for state, outs, _ in found], joined)
-
-
-class _Join(torch.autograd.Function):
-    """Puts the results of threads into one graph; its backward runs in threads again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        each: list[_Task],
-        count: int,
-        keys: list[int],
-        values: list[Tensor],
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.each, ctx.count, ctx.keys = each, count, keys
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        instead = "tasks=innerloop.tasks.loop() or innerloop.tasks.vmap()."
-        refuse_higher("The backward of tasks in threads", instead)
-        keep = _autograd._get_current_graph_task_keep_graph()
-        rest = iter(grads)
-        given = [(task, [next(rest) for _ in task.where]) for task in ctx.each]
-        found = _parallel(ctx.count, given, lambda pair: list(pair[0].pulled(pair[1], keep)))
-        sums: dict[int, Tensor] = {}
-        for key, grad in (item for items in found for item in items):
-            sums[key] = sums[key] + grad if key in sums else grad
-        return None, None, None, None, *[sums.get(key) for key in ctx.keys]
 
 
 def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
@@ -243,14 +230,17 @@ def _for_now(tasks: Any) -> str:
     return ""
 
 
-def _hooks(held: list[Any]) -> str:
+def _hooks(tasks: Any) -> str:
     """A module with a hook, as a reason: what hooks keep is shared by the threads."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "that there is a forward hook of all modules, which may keep what it sees"
-    for module in (value for value in held if isinstance(value, nn.Module)):
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not _of_torch(hook) for hook in hooks):
-            return f"that {type(module).__name__} has a forward hook, which may keep what it sees"
+    step = tasks.prepared.step
+    for part in (step.model.source, step.loss):
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if any(not _of_torch(hook) for hook in hooks):
+                name = type(module).__name__
+                return f"that {name} has a forward hook, which may keep what it sees"
     return ""
 
 
@@ -261,7 +251,6 @@ def _of_torch(hook: Any) -> bool:
 
 @functools.cache
 def _pool(count: int) -> concurrent.futures.ThreadPoolExecutor:
-    share_freed()
     return concurrent.futures.ThreadPoolExecutor(count, "innerloop-tasks", initializer=_begin)
 
 

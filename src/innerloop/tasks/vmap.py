@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.step.mapped import NotBatchableError
+from innerloop.errors import InnerLoopError, NotBatchableError, four_part
+from innerloop.guard.randomness import Draws
 from innerloop.tasks.loop import loop
-from innerloop.tasks.way import Ended, EndedTogether, Way, draws, warn_of_loop
+from innerloop.tasks.way import Ended, EndedTogether, Way, warn_of_loop
 
 
 @dataclasses.dataclass
@@ -43,7 +43,7 @@ class vmap(Way):
     def run(self, tasks: Any) -> Ended:
         if tasks.mark not in self._refused:
             try:
-                return self.tried(tasks)
+                return self.run_batched(tasks)
             except NotBatchableError as error:
                 ended = loop().run(self._frozen(tasks))  # An error of the loss's own comes again.
                 self._refused.add(tasks.mark)
@@ -51,15 +51,15 @@ class vmap(Way):
                 return ended
         return loop().run(self._frozen(tasks))
 
-    def tried(self, tasks: Any) -> Ended:
-        """The same, with an error where batching is impossible."""
+    def run_batched(self, tasks: Any) -> Ended:
+        """The same; raises :class:`NotBatchableError` where batching is impossible."""
         backward = tasks.prepared.backward
         if backward.each_task_alone:
             # As conjugate gradients, which would share their steps and their end.
             raise NotBatchableError(f"{type(backward).__name__} needs each task by itself")
-        before = draws(tasks)
+        before = Draws()
         state, outs, losses = self._frozen(tasks).together()
-        if before.undone():
+        if before.undo():
             raise NotBatchableError("the loss or the model draws random numbers outside torch")
         return EndedTogether(state, outs, losses, tasks.count)
 
@@ -70,7 +70,7 @@ class vmap(Way):
 
 
 def _statistics(model: nn.Module) -> frozenset[str]:
-    """The names of buffers in which batch norms count and average."""
+    """The names of the running statistics of batch norms."""
     norms = [
         (name, module)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What every way to run several tasks is."""
+"""The base class of the ways to run tasks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.guard.fingerprint import generators, reached
-from innerloop.guard.watch import Draws
-from innerloop.step.mapped import sliced
+from innerloop.tasks.axis import sliced
 
 
 class Ended:
@@ -48,18 +46,8 @@ class Way:
         raise NotImplementedError
 
 
-def surroundings(tasks: Any) -> list[Any]:
-    """Every object that the model and the loss hold."""
-    return reached(*tasks.prepared.step.roots, tasks.value)
-
-
-def draws(tasks: Any) -> Draws:
-    """The random state before the tasks run, of all generators but torch's."""
-    return Draws(generators(surroundings(tasks)))
-
-
 def check_way(tasks: Any) -> None:
-    """Refuse what says neither whether there are tasks nor how to run them."""
+    """Refuse anything but True, False or a way."""
     if not isinstance(tasks, bool | Way):
         shown = tasks.__name__ if isinstance(tasks, type) else repr(tasks)
         raise InnerLoopError(
