@@ -629,7 +629,7 @@ def test_gradient_transform_and_schedule(backward: Any) -> None:
     assert_same(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @each_strategy
 def test_forward_mode_derivatives_are_refused(backward: Any) -> None:
     """They would end at an inner gradient."""

@@ -72,6 +72,6 @@ def _pillow() -> Any:
     except ImportError as missing:
         raise ImportError(
             "innerloop.data needs the package 'pillow', which is not installed, to read images. "
-            "Install it with: pip install 'innerloop[experiments]'"
+            "Install it with: pip install '.[experiments]' in a clone"
         ) from missing
     return Image

@@ -269,8 +269,8 @@ class InnerStep(Step):
         grads: dict[str, Any],
         opt: Any,
         buffers: Buffers,
-        state: State,
         meta: Meta,
+        time: int,
     ) -> Any:
         grads = self.transform(grads)
         if self.rule_model is not None:
