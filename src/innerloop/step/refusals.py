@@ -101,9 +101,10 @@ def check_update(kind: str, found: Any, moving: Mapping[str, Tensor]) -> None:
 
 def add_step(error: Exception, time: int, has_model: bool, batch: Any) -> None:
     """Add to an error in which step it happened."""
-    if not hasattr(error, "add_note"):  # Python 3.10
+    add_note = getattr(error, "add_note", None)
+    if add_note is None:  # Python 3.10
         return
-    error.add_note(
+    add_note(
         f"This happened in inner step {time} (counted from 0), where the loss was called with "
         f"{'the model' if has_model else 'params'} and the batch {_shown(batch)}."
     )
