@@ -154,7 +154,7 @@ class InnerLoop(nn.Module):
             self._check_losses(ended.losses, ended.weights)
             return ended.losses
         run, state, outs = self._single(train)
-        value = self._value(*run.adapted(state, outs).measured, val)
+        value = self._value(*run.measured(state), val)
         self._check_losses(value, list(state.params.values()))
         return value
 

@@ -40,7 +40,8 @@ class Segment:
         self.sources: list[Tensor | None] = []
         """For each state leaf its stand-in, or None if it has no gradient of its own here."""
         leaves, spec = _tree.flatten(state)
-        below = [self._enter(leaf, original) for leaf in leaves]
+        constants = {id(t) for t in step.constants(state)}
+        below = [self._enter(leaf, original, id(leaf) in constants) for leaf in leaves]
         meta = _tree.map(self._stand_in, meta)
         self.state, self.outs = _tree.unflatten(below, spec), []
         with torch.enable_grad():
@@ -48,11 +49,12 @@ class Segment:
                 self.state, out = step(self.state, meta, _tree.map(self._hand_over, batch))
                 self.outs.append(out)
 
-    def _enter(self, leaf: Any, original: Mapping[int, Any]) -> Any:
+    def _enter(self, leaf: Any, original: Mapping[int, Any], constant: bool) -> Any:
         if id(leaf) in original:
             self.sources.append(None)
             return self._stand_in(original[id(leaf)])
-        source = leaf.detach().requires_grad_() if differentiable(leaf) else None
+        has_gradient = differentiable(leaf) and not constant
+        source = leaf.detach().requires_grad_() if has_gradient else None
         self.sources.append(source)
         return leaf if source is None else source
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,8 +47,11 @@ def nothing_moves() -> RequirementError:
     )
 
 
-def no_gradient() -> RequirementError:
-    return RequirementError(
+def check_gradients(grads: Iterable[Any]) -> None:
+    """Refuse a loss that has no gradient by any of the weights."""
+    if any([g is not None for g in grads]):
+        return
+    raise RequirementError(
         four_part(
             "The loss does not depend on any of the weights that the optimizer trains.",
             "a loss computed with the model it is handed.",

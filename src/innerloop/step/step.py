@@ -81,6 +81,8 @@ class InnerStep(Step):
 
     def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         tracked = torch.is_grad_enabled()
+        if tracked and state.buffers:
+            check_buffers(state.buffers)
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
         named = named_leaves(state.params)
@@ -88,7 +90,7 @@ class InnerStep(Step):
         since = graph.now() if tracked else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
-            params = rebuild(state.params, {**named, **sources})
+            params = rebuild(state.params, {**self.as_trained(named), **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
             grads = self.gradients(found.total, sources, follow, since)
@@ -116,8 +118,16 @@ class InnerStep(Step):
             if tracked and param.requires_grad:
                 found[name] = param.view_as(param)
             else:
-                found[name] = param.detach().requires_grad_()
+                found[name] = as_leaf(param)
         return found
+
+    def as_trained(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The weights, each requiring grad if the model's own does: a loss may ask."""
+        trained = {} if self.model is None else self.model.trained
+        return {
+            name: as_leaf(p) if trained.get(name) and not p.requires_grad else p
+            for name, p in named.items()
+        }
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
@@ -207,8 +217,7 @@ class InnerStep(Step):
             create_graph=second,
             allow_unused=True,
         )
-        if all(g is None for g in found):
-            raise refusals.no_gradient()
+        refusals.check_gradients(found)
         if second and self.guard is not None:
             self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
@@ -318,7 +327,9 @@ class InnerStep(Step):
             sources = self.sources(named, tracked)
             given = state._replace(buffers=buffers)
             with torch.enable_grad():
-                there = self.evaluate(rebuild(params, {**named, **sources}), given, meta, batch)
+                there = self.evaluate(
+                    rebuild(params, {**self.as_trained(named), **sources}), given, meta, batch
+                )
                 found = self.gradients(there.total, sources, tracked)
             buffers = there.buffers
             by_name = dict.fromkeys(named) | self.pull_to_anchor(found, named, meta)
@@ -395,7 +406,9 @@ class InnerStep(Step):
         named = named_leaves(state.params)
         sources = self.sources(named, tracked)
         with torch.enable_grad():
-            found = self.evaluate(rebuild(state.params, {**named, **sources}), state, meta, batch)
+            found = self.evaluate(
+                rebuild(state.params, {**self.as_trained(named), **sources}), state, meta, batch
+            )
             grads = self.gradients(found.total, sources, tracked)
         by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
         present = {name: g for name, g in by_name.items() if g is not None}
@@ -457,6 +470,13 @@ def inner_step(
         grad_transform,
         schedule,
     )
+
+
+def as_leaf(param: Tensor) -> Tensor:
+    """A weight as a leaf of the graph, marked as made by a step."""
+    leaf = param.detach().requires_grad_()
+    leaf._innerloop_made = True  # type: ignore[attr-defined]
+    return leaf
 
 
 def _changed(before: Buffers, after: Buffers) -> dict[str, Tensor]:
