@@ -12,8 +12,8 @@ import torch
 
 from commands import flags_of, untimed
 from innerloop.__main__ import main
-from innerloop.experiments import _rare_character as rare
-from innerloop.experiments import estimate
+from innerloop.experiments.estimate import problem as rare
+from innerloop.experiments.estimate import training as estimate
 
 TINY = {
     "--seeds": "2",

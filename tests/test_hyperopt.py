@@ -17,12 +17,13 @@ import innerloop as il
 from commands import flags_of, read, untimed
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError, InnerLoopError
-from innerloop.experiments import _hyperopt_problem as problems
-from innerloop.experiments import _hyperopt_summary, hyperopt
-from innerloop.experiments._hyperopt_cell import Cell
-from innerloop.experiments._hyperopt_data import Points, split
-from innerloop.experiments._hyperopt_losses import changed
-from innerloop.experiments._hyperopt_summary import _better, _cleaned
+from innerloop.experiments.hyperopt import problem as problems
+from innerloop.experiments.hyperopt import summary as _hyperopt_summary
+from innerloop.experiments.hyperopt import training as hyperopt
+from innerloop.experiments.hyperopt.cell import Cell
+from innerloop.experiments.hyperopt.losses import changed
+from innerloop.experiments.hyperopt.points import Points, split
+from innerloop.experiments.hyperopt.summary import _better, _cleaned
 
 pytest.importorskip("sklearn")
 

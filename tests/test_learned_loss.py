@@ -22,11 +22,11 @@ import innerloop as il
 from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import _learned_loss_cell as learned_loss_cell
-from innerloop.experiments import learned_loss
-from innerloop.experiments._learned_loss_cell import Cell
-from innerloop.experiments._learned_loss_problems import PROBLEMS
-from innerloop.experiments.learned_loss import Config
+from innerloop.experiments.learned_loss import cell as learned_loss_cell
+from innerloop.experiments.learned_loss import training as learned_loss
+from innerloop.experiments.learned_loss.cell import Cell
+from innerloop.experiments.learned_loss.problem import PROBLEMS
+from innerloop.experiments.learned_loss.training import Config
 from innerloop.learned import LearnedLoss
 
 TASKS, POINTS = 3, 6

@@ -16,10 +16,12 @@ import torch
 
 from commands import flags_of, read, untimed
 from innerloop.__main__ import main
-from innerloop.experiments import _learned_optimizer_figures, _tuned, learned_optimizer
-from innerloop.experiments._meta_trained import MetaTraining
-from innerloop.experiments._optimizees import FAMILIES, Digits, Quadratics
-from innerloop.experiments._tuned import best_rates, curves, measured
+from innerloop.experiments.learned_optimizer import figures as _learned_optimizer_figures
+from innerloop.experiments.learned_optimizer import training as learned_optimizer
+from innerloop.experiments.learned_optimizer import tuned as _tuned
+from innerloop.experiments.learned_optimizer.cell import MetaTraining
+from innerloop.experiments.learned_optimizer.problem import FAMILIES, Digits, Quadratics
+from innerloop.experiments.learned_optimizer.tuned import best_rates, curves, measured
 
 TINY = {
     "--problem": "quadratics",

@@ -24,10 +24,10 @@ from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml
-from innerloop.experiments._command_line import from_json
-from innerloop.experiments._few_shot import step_weights
-from innerloop.experiments._run import Run
+from innerloop.experiments.framework.command_line import from_json
+from innerloop.experiments.framework.run import Run
+from innerloop.experiments.maml import training as maml
+from innerloop.experiments.maml.learner import step_weights
 
 TINY = {
     "--model": "mlp",

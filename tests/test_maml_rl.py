@@ -12,8 +12,8 @@ import torch
 import innerloop as il
 from commands import flags_of, untimed
 from innerloop.__main__ import main
-from innerloop.experiments import maml_rl
-from innerloop.experiments._worlds import WORLDS, CartPole, Navigation
+from innerloop.experiments.maml_rl import training as maml_rl
+from innerloop.experiments.maml_rl.problem import WORLDS, CartPole, Navigation
 from innerloop.policies import Categorical, Gaussian
 
 TINY = {

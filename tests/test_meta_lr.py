@@ -17,9 +17,11 @@ from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
-from innerloop.experiments import _meta_lr_figures, _pictures, meta_lr
-from innerloop.experiments._coloured_shapes import coloured_shapes
-from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
+from innerloop.experiments.meta_lr import figures as _meta_lr_figures
+from innerloop.experiments.meta_lr import images as _pictures
+from innerloop.experiments.meta_lr import training as meta_lr
+from innerloop.experiments.meta_lr.cell import Cell, parameter_groups
+from innerloop.experiments.meta_lr.shapes import coloured_shapes
 from innerloop.models import DenseNetBC
 
 TINY = {

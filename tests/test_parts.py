@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from commands import read, without_times
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._experiment import carry_out
-from innerloop.experiments._parts import Part, Parts
-from innerloop.experiments._ranks import Ranks
-from innerloop.experiments._run import Run
+from innerloop.experiments.framework.experiment import carry_out
+from innerloop.experiments.framework.parts import Part, Parts
+from innerloop.experiments.framework.ranks import Ranks
+from innerloop.experiments.framework.run import Run
 from processes import leave_group
 
 UNITS = (3, 5, 1, 4, 7)

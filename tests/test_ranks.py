@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import innerloop as il
-from innerloop.experiments._ranks import ALONE, Ranks
+from innerloop.experiments.framework.ranks import ALONE, Ranks
 from processes import leave_group
 
 TASKS = 4

@@ -20,10 +20,11 @@ from torch.distributed import TCPStore
 
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml_rl, sine
-from innerloop.experiments._command_line import as_json, from_json, program
-from innerloop.experiments._experiment import STOPPED, WRONG, carry_out
-from innerloop.experiments._run import Run
+from innerloop.experiments.framework.command_line import as_json, from_json, program
+from innerloop.experiments.framework.experiment import STOPPED, WRONG, carry_out
+from innerloop.experiments.framework.run import Run
+from innerloop.experiments.maml_rl import training as maml_rl
+from innerloop.experiments.sine import training as sine
 
 TINY = ["sine", "--iterations", "2", "--tasks", "1", "--held-out", "3"]
 
@@ -232,7 +233,7 @@ def test_how_many_checkpoints_to_keep_is_part_of_a_run(
         seen.append(given[2].keep)
 
     with monkeypatch.context() as patch:
-        patch.setattr("innerloop.experiments._experiment.carry_out", noting)
+        patch.setattr("innerloop.experiments.framework.experiment.carry_out", noting)
         assert main(["sine", "--resume", str(run)]) == STOPPED
     assert seen == [4]
     assert main(["sine", "--resume", str(run), "--keep", "3"]) == 0
@@ -483,7 +484,7 @@ def test_processes_that_do_not_find_each_other(
 _MEET = """
 import sys, time
 import torch
-from innerloop.experiments import _ranks
+from innerloop.experiments.framework import ranks as _ranks
 _ranks._CONNECT = float(sys.argv[1])
 time.sleep(float(sys.argv[2]))
 with _ranks.joined("cpu") as ranks:
@@ -534,7 +535,7 @@ def test_a_process_that_waits_for_others_in_vain() -> None:
 
 _LEAVE = """
 import pathlib
-from innerloop.experiments import _ranks
+from innerloop.experiments.framework import ranks as _ranks
 with _ranks.joined("cpu"):
     import torch._dynamo
 names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]

@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 
-from innerloop.experiments import sine
-from innerloop.experiments._sines import build_net, draw_sines
+from innerloop.experiments.sine import training as sine
+from innerloop.experiments.sine.problem import build_net, draw_sines
 
 SMALL = ["--iterations", "3", "--tasks", "2", "--held-out", "4"]
 

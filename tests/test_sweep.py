@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from innerloop.__main__ import main
-from innerloop.experiments import maml, sweep
-from innerloop.experiments._command_line import as_json
-from innerloop.experiments._found_runs import read_run
+from innerloop.experiments.framework.command_line import as_json
+from innerloop.experiments.maml import training as maml
+from innerloop.experiments.report.runs import read_run
+from innerloop.experiments.sweep import command as sweep
 
 SMALL = ["--filters", "4", "--steps", "1", "--tasks", "2", "--query", "1", "--iterations", "2"]
 SMALL += ["--epoch", "1", "--val-tasks", "2", "--test-tasks", "2", "--tasks-by", "loop"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from innerloop.__main__ import main
-from innerloop.experiments import _ray_engine
+from innerloop.experiments.sweep import ray_engine as _ray_engine
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install ray")

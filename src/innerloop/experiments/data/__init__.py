@@ -1,0 +1,3 @@
+"""``innerloop data``."""
+
+from innerloop.experiments.data.command import main as main

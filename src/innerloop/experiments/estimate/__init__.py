@@ -1,0 +1,3 @@
+"""``innerloop estimate``."""
+
+from innerloop.experiments.estimate.training import main as main

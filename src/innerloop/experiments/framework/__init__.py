@@ -1,0 +1,1 @@
+"""What commands share: settings, command line, folders of runs, processes, progress."""

@@ -1,0 +1,3 @@
+"""``innerloop hyperopt``."""
+
+from innerloop.experiments.hyperopt.training import main as main

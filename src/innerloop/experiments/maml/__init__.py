@@ -1,0 +1,3 @@
+"""``innerloop maml``."""
+
+from innerloop.experiments.maml.training import main as main

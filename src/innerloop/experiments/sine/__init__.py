@@ -1,0 +1,3 @@
+"""``innerloop sine``."""
+
+from innerloop.experiments.sine.training import main as main
