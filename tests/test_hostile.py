@@ -29,8 +29,8 @@ from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.estimate import training as estimate
-from innerloop.experiments.framework.command_line import as_json, from_json
 from innerloop.experiments.framework.run import Run
+from innerloop.experiments.framework.settings import as_json, from_json
 from innerloop.experiments.hyperopt import training as hyperopt
 from innerloop.experiments.learned_loss import training as learned_loss
 from innerloop.experiments.learned_optimizer import training as learned_optimizer

@@ -599,9 +599,9 @@ def test_an_update_after_which_nets_diverge_is_undone() -> None:
 def test_neither_loss_moves_a_net_further_than_the_longest_gradient() -> None:
     """Whatever the loss is: a weight moves by at most the rate times the norm."""
     cell = Cell(Config(problem="sines", steps=2, tasks=2, inner_clip=0.5), "sines", 0)
-    tasks = cell._begun(torch.Generator().manual_seed(0), 2, 1)
+    tasks = cell._draw_tasks(torch.Generator().manual_seed(0), 2, 1)
     for loss in (cell.criterion, cell.problem.task_loss):
-        watched = learned_loss_cell._Watched(loss, cell.problem.error)
+        watched = learned_loss_cell._Measured(loss, cell.problem.error)
         inner = cell._loop(watched, 0.1, cell.clip)
         for adapted in inner.adapt([(cell._batch(tasks.support, 0), tasks.query)], tasks=True):
             moved = torch.cat([p.flatten() for p in adapted.params.values()]).norm()
@@ -659,7 +659,7 @@ def test_held_out_digits_are_in_no_training_task() -> None:
         (["--form", "weighed"], "weighted"),
         (["--steps", "200"], "horizon"),
         (["--moments", "-1"], "at least 0"),
-        (["--seeds", "0"], "at least 1"),
+        (["--seeds", "0"], "from 1 to 10000, not 0"),
         (["--inner-lr", "nan"], "above 0"),
         (["--inner-clip", "0"], "above 0"),
         (["--momentum", "1"], "below 1"),

@@ -19,9 +19,9 @@ from innerloop.__main__ import main
 from innerloop.experiments.learned_optimizer import figures as _learned_optimizer_figures
 from innerloop.experiments.learned_optimizer import training as learned_optimizer
 from innerloop.experiments.learned_optimizer import tuned as _tuned
-from innerloop.experiments.learned_optimizer.cell import MetaTraining
+from innerloop.experiments.learned_optimizer.meta_training import MetaTraining
 from innerloop.experiments.learned_optimizer.problem import FAMILIES, Digits, Quadratics
-from innerloop.experiments.learned_optimizer.tuned import best_rates, curves, measured
+from innerloop.experiments.learned_optimizer.tuned import best_rates, curves, measure
 
 TINY = {
     "--problem": "quadratics",
@@ -149,7 +149,7 @@ def test_the_best_rate_by_each_metric() -> None:
     # [rates, tasks, steps]: good early, good late, and one that went astray on the way
     found = torch.tensor([[[3.0, 1.0, 2.0]], [[3.0, 2.0, 1.0]], [[0.0, float("nan"), 0.0]]])
     assert best_rates(found, [2]) == {"2": {"mean": 0.001, "final": 0.01}}
-    assert measured(found[0, 0], 2, "mean") == 2.0 and measured(found[0, 0], 2, "final") == 2.0
+    assert measure(found[0, 0], 2, "mean") == 2.0 and measure(found[0, 0], 2, "final") == 2.0
 
 
 def test_comparisons_are_made_on_problems_that_nobody_has_seen() -> None:

@@ -24,8 +24,8 @@ from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import from_json
 from innerloop.experiments.framework.run import Run
+from innerloop.experiments.framework.settings import from_json
 from innerloop.experiments.maml import training as maml
 from innerloop.experiments.maml.learner import step_weights
 
@@ -287,7 +287,7 @@ def test_weights_of_steps() -> None:
         (["--model", "resnet8"], "resnet-8"),
         (["--dataset", "omniglott"], "omniglot"),
         (["--way", "1"], "at least 2"),
-        (["--tasks", "1000001"], "at most 1000000"),
+        (["--tasks", "1000001"], "from 1 to 1000000, not 1000001"),
         (["--iterations", "1" + "0" * 400], "more than"),
         (["--model", "densenet-bc-/../../x"], "densenet-bc-12-100"),
         (["--model", "densenet-bc-1000-1000"], "weights"),
@@ -418,16 +418,16 @@ def test_pictures_of_several_sizes_are_scaled(
     kept = from_json(maml.Config, Run(tmp_path / "run").config())
     assert kept.size == 12
     for size in (12, 16):  # one is in the cache
-        pixels = maml.loaded(dataclasses.replace(kept, size=size)).train.pixels
+        pixels = maml.load_images(dataclasses.replace(kept, size=size)).train.pixels
         assert pixels.shape[1:] == (3, size, size)
     assert main(["maml", "--resume", str(tmp_path / "run"), "--size", "16"]) == 2
 
 
 def test_a_dense_net_of_any_size_is_built() -> None:
-    config = maml.configured({"model": "densenet-bc-4-10"}, "quick")
+    config = maml.Config.configure({"model": "densenet-bc-4-10"}, "quick")
     assert config.filters is None and maml.Training(config).learner.model is not None
     with pytest.raises(InnerLoopError):
-        maml.Training(maml.configured({"model": "densenet-bc-4-11"}, "quick"))
+        maml.Training(maml.Config.configure({"model": "densenet-bc-4-11"}, "quick"))
 
 
 def test_tasks_that_diverge_are_left_out_and_counted(
@@ -480,7 +480,7 @@ def test_other_pictures_to_measure_are_noticed(
     mixed = glyphs._replace(**{split: getattr(other, split)})
     monkeypatch.setattr(data, "load", lambda *_, **__: mixed)
     assert main(["maml", "--resume", str(whole)]) == 2
-    assert f"The {split} pictures are not those" in capsys.readouterr().err
+    assert f"The {split} images are not those" in capsys.readouterr().err
 
 
 def test_the_diverging_task_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_run_writes_all_it_should(world, tmp_path, capsys):
 
 def test_without_an_inner_loop_the_mean_return_is_trained_for():
     """And rates stay as they are: nothing is adapted while it is trained."""
-    config = maml_rl.configured({"steps": 0, "tasks": 3, "episodes": 4, "horizon": 5}, "quick")
+    config = maml_rl.Config.configure(
+        {"steps": 0, "tasks": 3, "episodes": 4, "horizon": 5}, "quick"
+    )
     learner = maml_rl.Learner(config, 0)
     generator = torch.Generator().manual_seed(0)
     tasks = learner.world.tasks(3, generator)
@@ -114,12 +117,12 @@ def test_the_first_seed_can_be_chosen(tmp_path):
 )
 def test_wrong_settings_are_refused_before_any_work(name, value, tmp_path, capsys):
     assert main(flags(tmp_path / "run", **{name: value})) == 2
-    assert f"--{name.replace('_', '-')} {value} cannot be" in capsys.readouterr().err
+    assert re.match(f"--{name.replace('_', '-')} must be .*, not {value}", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_flag_stands_above_the_preset():
-    config = maml_rl.configured({"world": "cartpole", "seeds": 7}, "quick")
+    config = maml_rl.Config.configure({"world": "cartpole", "seeds": 7}, "quick")
     assert config.seeds == 7 and config.horizon == 100
 
 

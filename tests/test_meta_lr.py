@@ -99,7 +99,7 @@ def test_the_paper_has_299_groups_and_077_million_parameters() -> None:
     model = DenseNetBC(growth=12, depth=100)
     assert len(parameter_groups(model, "tensor")) == 299
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == 0.77
-    paper = meta_lr.configured({}, "paper")
+    paper = meta_lr.Config.configure({}, "paper")
     assert (paper.depth, paper.growth, paper.epochs, paper.seeds) == (100, 12, 300, 3)
     assert (paper.meta_steps, paper.meta_batch, paper.val_batches) == (15, 16, 10)
     assert (paper.batch, paper.val_part, paper.meta_lr) == (64, 0.01, 1e-3)
@@ -208,7 +208,7 @@ def test_everything_in_the_optimizer_can_be_learned(changed: dict, count: int) -
 
 def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
     images = torch.rand(64, 3, 32, 32) + 1
-    moved = _pictures.augmented(images, _pictures.stream(0))
+    moved = _pictures.augment(images, _pictures.stream(0))
     seen = set()
     for before, after in zip(images, moved, strict=True):
         padded = torch.nn.functional.pad(before, [4] * 4)
@@ -232,7 +232,7 @@ def test_parts_are_disjoint_and_normalized() -> None:
     assert (len(found.train.labels), len(found.val.labels)) == (180, 20)
     both = torch.cat([found.train.images, found.val.images]).flatten(1)
     assert len(both.unique(dim=0)) == len(shapes.images.flatten(1).unique(dim=0)) == 200
-    plain = _pictures.normalized(found.train.images, found).double()
+    plain = _pictures.normalize(found.train.images, found).double()
     assert plain.mean((0, 2, 3)).abs().max() < 1e-5
     assert (plain.std((0, 2, 3)) - 1).abs().max() < 1e-5
     other = _pictures.split(shapes, shapes, 0.1, seed=4)
@@ -240,7 +240,7 @@ def test_parts_are_disjoint_and_normalized() -> None:
 
 
 def test_validation_batches_use_all_before_one_comes_again() -> None:
-    rows = torch.cat(_pictures.drawn(10, 4, 5, _pictures.stream(0)))
+    rows = torch.cat(_pictures.draw_rows(10, 4, 5, _pictures.stream(0)))
     assert rows.bincount().tolist() == [2] * 10
 
 
@@ -302,9 +302,9 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--groups", "layer"], "part"),
         (["--backward", "ramat"], "remat"),
         (["--depth", "12"], "multiple of 6"),
-        (["--lr", "nan"], "number"),
+        (["--lr", "nan"], "must be above 0, not nan"),
         (["--lr", "0"], "above 0"),
-        (["--val-part", "1"], "between"),
+        (["--val-part", "1"], "above 0 and below 1, not 1.0"),
         (["--val-part", "0.0001", "--shapes", "20"], "--val-part"),
         (["--preset", "papr"], "paper"),
         (["--data", "no-such-folder"], "no-such-folder"),

@@ -54,7 +54,7 @@ class Walk(Part):
         self.sum = state["sum"].clone()
         self.generator.set_state(state["generator"])
 
-    def kept(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return {"end": self.sum.item()}
 
 
@@ -76,12 +76,12 @@ class Walks(Parts):
         return shown
 
     def result(self) -> dict[str, Any]:
-        return {"ends": [kept["end"] for kept in self.kept]}
+        return {"ends": [outcome["end"] for outcome in self.outcomes]}
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
         (folder / "drawn").touch()
 
-    def told(self, result: dict[str, Any]) -> str:
+    def describe(self, result: dict[str, Any]) -> str:
         return ""
 
 

@@ -18,7 +18,7 @@ from innerloop.experiments.report import command as module
 from innerloop.experiments.report import figures, paper
 from innerloop.experiments.report.command import main, report
 from innerloop.experiments.report.runs import read_runs
-from innerloop.experiments.report.tables import appendix, averaged, table_1
+from innerloop.experiments.report.tables import appendix, average, table_1
 
 CONFIG = {
     "dataset": "omniglot",
@@ -59,7 +59,7 @@ def make(folder, accuracy=0.99, metrics=None, **config):
 
 def means(*folders):
     runs, remarks = read_runs(folders)
-    return averaged(runs, remarks), remarks
+    return average(runs, remarks), remarks
 
 
 def words(line):

@@ -1,4 +1,4 @@
-"""One way to learn the loss of a rare character's search, on one problem."""
+"""One method to learn the loss of a rare character's search, on one problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _TEST_SEED = 1_000_003
 
 
 class Cell(Part):
-    """One way to learn, on one problem."""
+    """One method on one problem."""
+
+    saved = ("inner", "meta_optimizer", "generator", "evolved", "f1")
 
     def __init__(self, config: Any, arm: str, seed: int, problem: rare.Search) -> None:
         self.config, self.arm, self.seed, self.problem = config, arm, seed, problem
@@ -47,8 +49,8 @@ class Cell(Part):
         if self.arm == "evolution":
             return rare.missed(model, val)
         law = Bernoulli(logits=rare.logits(model, val))
-        wrong = lambda said: 1 - rare.f1(said, val.wanted)  # noqa: E731
-        return estimate.reinforce(law, wrong, samples=self.config.samples)
+        missed = lambda drawn: 1 - rare.f1(drawn, val.target)  # noqa: E731
+        return estimate.reinforce(law, missed, samples=self.config.samples)
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         c, done = self.config, unit + 1
@@ -67,7 +69,7 @@ class Cell(Part):
             "weights": self.inner.loss.log_weights.exp().tolist(),  # type: ignore[union-attr]
         }
         where = {"iteration": update, "arm": self.arm, "seed": self.seed, "update": update}
-        return where | self.tested() | {"learned": learned}
+        return where | self.test() | {"learned": learned}
 
     def update(self) -> float:
         """One meta-update; the validation loss before it."""
@@ -82,35 +84,24 @@ class Cell(Part):
         c = self.config
         return rare.batches(self.problem.train, c.steps, c.batch, generator)
 
-    def tested(self) -> dict[str, Any]:
+    def test(self) -> dict[str, Any]:
         """Mean over some models, trained with what is learned."""
         found = []
         for number in range(self.config.trained):
             generator = torch.Generator().manual_seed(_TEST_SEED + number)
             with torch.no_grad():
                 model = self.inner.adapt(self._batches(generator)).module
-                said = rare.logits(model, self.problem.test) > 0
-                wanted = self.problem.test.wanted
-                right = (said == wanted).float().mean()
+                predicted = rare.logits(model, self.problem.test) > 0
+                target = self.problem.test.target
+                right = (predicted == target).float().mean()
                 entropy = rare.cross_entropy(model, self.problem.test)
-                found.append(torch.stack([rare.f1(said, wanted), entropy, right]))
+                found.append(torch.stack([rare.f1(predicted, target), entropy, right]))
         f1, entropy, accuracy = torch.stack(found).double().mean(0).tolist()
         return {"f1": f1, "cross_entropy": entropy, "accuracy": accuracy}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "inner": self.inner.state_dict(),
-            "meta_optimizer": self.meta_optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "evolved": self.evolved.state_dict(),
-            "random": torch.get_rng_state(),
-            "f1": self.f1,
-        }
+        return super().state_dict() | {"random": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state["inner"])
-        self.meta_optimizer.load_state_dict(state["meta_optimizer"])
-        self.generator.set_state(state["generator"])
-        self.evolved.load_state_dict(state["evolved"])
+        super().load_state_dict(state)
         torch.set_rng_state(state["random"])
-        self.f1 = state["f1"]

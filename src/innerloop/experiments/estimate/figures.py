@@ -1,4 +1,4 @@
-"""Pictures of metrics without a gradient: what each way to learn reached, and what it learned."""
+"""Figures of metrics without a gradient: metrics over meta-updates, learned weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import numpy
 from matplotlib.figure import Figure
 
+from innerloop.experiments.framework.figures import plot_band, save
+
 Records = list[dict[str, Any]]
 
 
 def draw(records: Records, folder: Path) -> None:
     """All of them, into the folder of the run."""
-    for name, figure in {"metrics": metrics(records), "weights": weights(records)}.items():
-        figure.savefig(folder / f"{name}.png", dpi=130, bbox_inches="tight")
-        figure.savefig(folder / f"{name}.svg", bbox_inches="tight")
+    save(metrics(records), folder / "metrics.png")
+    save(weights(records), folder / "weights.png")
 
 
 def _arms(records: Records) -> list[str]:
@@ -25,12 +26,10 @@ def _arms(records: Records) -> list[str]:
 def metrics(records: Records) -> Figure:
     """The metric that matters and its proxy, over meta-updates: mean and deviation over seeds."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    wanted = {"f1": "test F1 (higher is better)", "cross_entropy": "test cross-entropy (the proxy)"}
-    for axes, (name, title) in zip(figure.subplots(1, 2), wanted.items(), strict=True):
+    shown = {"f1": "test F1 (higher is better)", "cross_entropy": "test cross-entropy (the proxy)"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), shown.items(), strict=True):
         for arm in _arms(records):
-            x, mean, deviation = _curve(records, arm, name)
-            axes.plot(x, mean, marker=".", label=arm)
-            axes.fill_between(x, mean - deviation, mean + deviation, alpha=0.2)
+            plot_band(axes, *_curve(records, arm, name), marker=".", label=arm)
         axes.set(xlabel="meta-updates", title=title)
         axes.grid(alpha=0.3)
         axes.legend()

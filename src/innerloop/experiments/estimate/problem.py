@@ -1,4 +1,4 @@
-"""A search for a rare character, and the metric it is judged by."""
+"""A search for a rare character, and its metric."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _POOLED = 4
 
 
 class Found(NamedTuple):
-    """Pictures as features, whether each is the character that is searched for, and which it is."""
+    """Images as features, whether each shows the character searched for, and which it shows."""
 
     features: Tensor
-    wanted: Tensor
+    target: Tensor
     character: Tensor
 
 
 class Search(NamedTuple):
-    """Drawings to train on, to choose the loss by, and to judge by at the end."""
+    """Drawings to train on, to choose the loss by, and to test with."""
 
     train: Found
     val: Found
@@ -30,7 +30,7 @@ class Search(NamedTuple):
 
 
 def search(seed: int, characters: int, common: int, rare: int, noise: float) -> Search:
-    """Drawings of several characters, so many of each, but few of the first one.
+    """Drawings of several characters, ``common`` of each, but ``rare`` of the first one.
 
     They are small and noisy: a linear model takes many for what they are not.
     """
@@ -51,7 +51,7 @@ def _part(drawings: Tensor, counts: list[int]) -> Found:
 
 
 def batches(part: Found, steps: int, size: int, generator: torch.Generator) -> list[Found]:
-    rows = torch.randint(len(part.wanted), (steps, size), generator=generator)
+    rows = torch.randint(len(part.target), (steps, size), generator=generator)
     return [Found(*(t[row] for t in part)) for row in rows]
 
 
@@ -64,7 +64,7 @@ class WeightedLoss(nn.Module):
 
     def forward(self, model: nn.Module, batch: Found) -> Tensor:
         each = binary_cross_entropy_with_logits(
-            logits(model, batch), batch.wanted.float(), reduction="none"
+            logits(model, batch), batch.target.float(), reduction="none"
         )
         return (self.log_weights.exp()[batch.character] * each).mean()
 
@@ -75,19 +75,19 @@ def logits(model: Any, part: Found) -> Tensor:
 
 def cross_entropy(model: nn.Module, part: Found) -> Tensor:
     """The proxy."""
-    return binary_cross_entropy_with_logits(logits(model, part), part.wanted.float())
+    return binary_cross_entropy_with_logits(logits(model, part), part.target.float())
 
 
-def f1(said: Tensor, wanted: Tensor) -> Tensor:
-    """Twice the number of hits over what was said and what was wanted; it has no gradient.
+def f1(predicted: Tensor, target: Tensor) -> Tensor:
+    """Twice the number of hits over predicted and true positives; it has no gradient.
 
     >>> round(f1(torch.tensor([True, True, False]), torch.tensor([True, False, False])).item(), 3)
     0.667
     """
-    said, wanted = said.float(), wanted.float()
-    return 2 * (said * wanted).sum() / (said.sum() + wanted.sum()).clamp(min=1)
+    predicted, target = predicted.float(), target.float()
+    return 2 * (predicted * target).sum() / (predicted.sum() + target.sum()).clamp(min=1)
 
 
 def missed(model: nn.Module, part: Found) -> Tensor:
-    """1 - F1 of what the model says."""
-    return 1 - f1(logits(model, part) > 0, part.wanted)
+    """1 - F1 of the model's predictions."""
+    return 1 - f1(logits(model, part) > 0, part.target)

@@ -1,4 +1,4 @@
-"""An experiment of independent parts: one after another, or side by side in several processes."""
+"""An experiment of independent parts: in turn, or side by side in several processes."""
 
 from __future__ import annotations
 
@@ -13,39 +13,34 @@ import torch
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.experiment import Experiment
 from innerloop.experiments.framework.ranks import ALONE, Ranks
+from innerloop.experiments.framework.state import Resumable
 
 
-class Part(abc.ABC):
-    """Units of work that depend on no other part, such as one way to learn with one seed."""
+class Part(Resumable, abc.ABC):
+    """Units of work that depend on no other part, such as one method with one seed."""
 
     @abc.abstractmethod
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        """Do the unit of this number, append what was measured; say what the bar shows."""
+        """Does the unit of this number, appends its records; returns what the bar shows."""
 
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def kept(self) -> dict[str, Any]:
-        """What is needed of it when all are done, beside its records."""
+    def outcome(self) -> dict[str, Any]:
+        """Values that the result needs beside the records."""
         return {}
 
 
 @dataclasses.dataclass
-class _Place:
-    """How far a part is."""
+class _Progress:
+    """Progress of one part."""
 
     units: int
     done: int = 0
     state: dict[str, Any] | None = None
     """Of a part that was begun and is in no process yet."""
-    kept: dict[str, Any] | None = None
+    outcome: dict[str, Any] | None = None
     """Of a part that has ended."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    told: int = 0
-    """Records that were asked for."""
+    reported: int = 0
+    """Records that :meth:`Parts.new_records` has returned."""
 
     @property
     def left(self) -> int:
@@ -59,7 +54,7 @@ class Parts(Experiment):
     """
 
     def __init__(self, units: Sequence[int]) -> None:
-        self._places = [_Place(number) for number in units]
+        self._places = [_Progress(number) for number in units]
         self._ranks: Ranks = ALONE
         self._own: list[int] | None = None  # numbers of the parts left to this process
         self._hand: list[int] = []  # the same, when they were dealt out
@@ -69,16 +64,16 @@ class Parts(Experiment):
 
     @abc.abstractmethod
     def make(self, number: int) -> Part:
-        """The part of this number, at its start."""
+        """Builds the part of this number, at its start."""
 
     @property
     def total(self) -> int:
         return sum(place.units for place in self._places)
 
     @property
-    def kept(self) -> list[dict[str, Any]]:
-        """What each part left, when all are done."""
-        return [place.kept or {} for place in self._places]
+    def outcomes(self) -> list[dict[str, Any]]:
+        """The outcome of each part; empty for one that has not ended."""
+        return [place.outcome or {} for place in self._places]
 
     def share(self, ranks: Ranks) -> None:
         if ranks.size > len(self._places):
@@ -88,8 +83,8 @@ class Parts(Experiment):
             )
         self._ranks = ranks
 
-    def _shared(self) -> list[int]:
-        """The parts of this process: what is left is dealt out in turn."""
+    def _own_parts(self) -> list[int]:
+        """The parts left to this process: what is left of all is dealt out in turn."""
         if self._own is None:
             left = [number for number, place in enumerate(self._places) if place.left]
             hands = [left[rank :: self._ranks.size] for rank in range(self._ranks.size)]
@@ -101,13 +96,13 @@ class Parts(Experiment):
     # --- work ---------------------------------------------------------------------------------
 
     def advance(self) -> dict[str, str]:
-        own = self._shared()
+        own = self._own_parts()
         self._rounds += 1
         self.width = sum(self._rounds <= units for units in self._work)
         if not own:
             return {}
         place = self._places[own[0]]
-        part = self._part = self._part or self._begun(own[0])
+        part = self._part = self._part or self._start_part(own[0])
         found: list[dict[str, Any]] = []
         shown = part.advance(place.done, found)
         place.done += 1
@@ -116,60 +111,60 @@ class Parts(Experiment):
             record["iteration"] = before + record.get("iteration", place.done)
         place.records += found
         if not place.left:
-            place.kept, self._part = part.kept(), None
+            place.outcome, self._part = part.outcome(), None
             own.pop(0)
-        self._in_order()
+        self._order_records()
         return shown
 
-    def _begun(self, number: int) -> Part:
+    def _start_part(self, number: int) -> Part:
         part, place = self.make(number), self._places[number]
         if place.state is not None:
             part.load_state_dict(place.state)
             place.state = None
         return part
 
-    def _in_order(self) -> None:
+    def _order_records(self) -> None:
         self.records = [record for place in self._places for record in place.records]
 
     @property
-    def has_news(self) -> bool:
-        return any(len(place.records) > place.told for place in self._places)
+    def has_new_records(self) -> bool:
+        return any(len(place.records) > place.reported for place in self._places)
 
-    def news(self) -> list[dict[str, Any]]:
-        found = [record for place in self._places for record in place.records[place.told :]]
+    def new_records(self) -> list[dict[str, Any]]:
+        found = [record for place in self._places for record in place.records[place.reported :]]
         for place in self._places:
-            place.told = len(place.records)
+            place.reported = len(place.records)
         return found
 
     # --- state --------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Every process tells the others how far its parts are."""
+        """Sends the progress of each process's parts to the others."""
         if self._ranks.size == 1:
             return
         buffer = io.BytesIO()
-        torch.save({number: self._described(number) for number in self._hand}, buffer)
-        for rank, data in enumerate(self._ranks.gathered(buffer.getvalue())):
+        torch.save({number: self._describe_part(number) for number in self._hand}, buffer)
+        for rank, data in enumerate(self._ranks.gather(buffer.getvalue())):
             if rank != self._ranks.rank:
-                told = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                self._learn(told)
-        self._in_order()
+                known = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                for number, part in known.items():
+                    self._places[number].records = part["records"]
+                    self._set(number, part)
+        self._order_records()
 
-    def _described(self, number: int) -> dict[str, Any]:
+    def _describe_part(self, number: int) -> dict[str, Any]:
         place, state = self._places[number], self._places[number].state
         if self._part is not None and self._own and self._own[0] == number:
             state = self._part.state_dict()
-        known = {"done": place.done, "kept": place.kept, "records": place.records}
+        known = {"done": place.done, "kept": place.outcome, "records": place.records}
         return known | {"state": state}
 
-    def _learn(self, told: dict[int, dict[str, Any]]) -> None:
-        for number, known in told.items():
-            place = self._places[number]
-            place.done, place.kept, place.state = known["done"], known["kept"], known["state"]
-            place.records = known["records"]
+    def _set(self, number: int, known: dict[str, Any]) -> None:
+        place = self._places[number]
+        place.done, place.outcome, place.state = known["done"], known["kept"], known["state"]
 
     def state_dict(self) -> dict[str, Any]:
-        described = [self._described(number) for number in range(len(self._places))]
+        described = [self._describe_part(number) for number in range(len(self._places))]
         parts = [known | {"records": len(known["records"])} for known in described]
         return {"source": self.source, "parts": parts}
 
@@ -180,10 +175,10 @@ class Parts(Experiment):
                 "data with --data."
             )
         start = 0
-        for place, known in zip(self._places, state["parts"], strict=True):
+        for number, (place, known) in enumerate(zip(self._places, state["parts"], strict=True)):
             if type(known["done"]) is not int or not 0 <= known["done"] <= place.units:
                 raise ValueError(f"{known['done']!r} of {place.units} {self.unit} are done")
-            place.done, place.kept, place.state = known["done"], known["kept"], known["state"]
+            self._set(number, known)
             place.records = self.records[start : start + known["records"]]
-            place.told = len(place.records)
+            place.reported = len(place.records)
             start += known["records"]

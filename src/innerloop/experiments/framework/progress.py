@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar in the terminal, and events for TensorBoard."""
+"""Progress of a run: a bar in the terminal, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from innerloop.experiments.framework.run import Run
 
 
 class Bar:
-    """Units done, what the experiment has to say of the last one, and the time left."""
+    """Units done, values of the last unit, and the time left."""
 
     def __init__(self, experiment: Any, run: Run, quiet: bool) -> None:
         self._bar: Any = tqdm(
@@ -41,7 +41,7 @@ class Bar:
         self._bar.update(units)
 
     def record(self, found: list[dict[str, Any]]) -> None:
-        """Numbers as they are; of many under one name, the mean, the least and the most."""
+        """Writes numbers as events; of a list the mean, the least and the most."""
         if self._events is None:
             return
         for record in found:

@@ -25,7 +25,7 @@ _NOTHING, _FOUND, _ERROR = b"0", b"1", b"2"
 
 
 class Ranks(NamedTuple):
-    """Which of how many processes this is. All hold the same parameters and the same random state.
+    """This process among all. All hold the same parameters and the same random state.
 
     A meta-batch is drawn whole by each and shared by tasks; gradients are summed once per update.
     """
@@ -35,11 +35,11 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this one writes, prints and shows the bar."""
+        """Whether this process writes, prints and shows the bar."""
         return self.rank == 0
 
     def share(self, total: int) -> slice:
-        """Which of ``total`` tasks are this process's own; sizes differ by one at most.
+        """This process's own of ``total`` tasks; sizes differ by one at most.
 
         >>> [Ranks(rank, 3).share(8) for rank in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
@@ -49,64 +49,64 @@ class Ranks(NamedTuple):
         return slice(start, start + each + (self.rank < more))
 
     def sum_gradients(self, params: Sequence[Tensor]) -> None:
-        """Sum ``.grad`` over the processes, in one exchange for each dtype.
+        """Sums ``.grad`` over the processes, in one exchange for each dtype.
 
         A parameter that no process has a gradient for keeps none.
         """
         if self.size == 1:
             return
         known = torch.tensor([p.grad is not None for p in params], device=params[0].device)
-        for p, any_has in zip(params, self.summed(known.to(torch.int32)).tolist(), strict=True):
+        for p, any_has in zip(params, self.sum(known.to(torch.int32)).tolist(), strict=True):
             if any_has and p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in params if p.grad is not None]
         for dtype in dict.fromkeys(g.dtype for g in grads):
             same = [g for g in grads if g.dtype == dtype]
-            flat = self.summed(torch.cat([g.flatten() for g in same]))
+            flat = self.sum(torch.cat([g.flatten() for g in same]))
             for grad, whole in zip(same, flat.split([g.numel() for g in same]), strict=True):
                 grad.copy_(whole.view_as(grad))
 
-    def summed(self, value: Tensor) -> Tensor:
+    def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, the same on all of them."""
         if self.size > 1:
             value = value.clone()
-            with _exchanged():
+            with _explain_lost_peer():
                 dist.all_reduce(value)
         return value
 
-    def assembled(self, own: Tensor, total: int) -> Tensor:
-        """The shares of all processes, put together. [own, …] -> [total, …]"""
+    def assemble(self, own: Tensor, total: int) -> Tensor:
+        """Concatenates the shares of all processes. [own, …] -> [total, …]"""
         if self.size == 1:
             return own
         whole = own.new_zeros((total, *own.shape[1:]))
         whole[self.share(total)] = own
-        return self.summed(whole)
+        return self.sum(whole)
 
     def any(self, *flags: bool) -> list[bool]:
-        """Of each flag, whether it holds for one of the processes at least."""
+        """For each flag, whether it holds on at least one process."""
         if self.size == 1:
             return list(flags)
-        return self.summed(torch.tensor(flags, dtype=torch.int32)).bool().tolist()
+        return self.sum(torch.tensor(flags, dtype=torch.int32)).bool().tolist()
 
-    def gathered(self, data: bytes) -> list[bytes]:
-        """What each process has to tell, on all of them."""
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of each process, on all of them."""
         if self.size == 1:
             return [data]
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
-        sizes = self.summed(lengths).tolist()
+        sizes = self.sum(lengths).tolist()
         rows = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         if data:
             rows[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank, row in enumerate(rows):
             if len(row):
-                with _exchanged():
+                with _explain_lost_peer():
                     dist.broadcast(row, rank)
         return [bytes(row.numpy()) for row in rows]
 
     def agree(self, what: str, own: Mapping[str, Any]) -> None:
-        """Refuse to go on where the processes have different values under the same names."""
-        first, *others = (json.loads(said) for said in self.gathered(json.dumps(own).encode()))
+        """Raises if the processes have different values under the same names."""
+        first, *others = (json.loads(said) for said in self.gather(json.dumps(own).encode()))
         for rank, other in enumerate(others, 1):
             if names := [name for name in own if first.get(name) != other.get(name)]:
                 told = ", ".join(f"{n} {other.get(n)!r}, not {first.get(n)!r}" for n in names)
@@ -116,8 +116,8 @@ class Ranks(NamedTuple):
                     "with the same data, on every machine."
                 )
 
-    def told(self, find: Callable[[], bytes | None]) -> bytes | None:
-        """What the first process finds, on all of them. Its error is everybody's."""
+    def broadcast(self, find: Callable[[], bytes | None]) -> bytes | None:
+        """Calls ``find`` on the first process; returns its result, or raises its error, on all."""
         if self.size == 1:
             return find()
         found: bytes | None = None
@@ -128,15 +128,15 @@ class Ranks(NamedTuple):
             except InnerLoopError as raised:
                 error = str(raised)
         tag = _ERROR if error else _FOUND if found is not None else _NOTHING
-        said, *_ = self.gathered(tag + (error.encode() if error else found or b""))
+        said, *_ = self.gather(tag + (error.encode() if error else found or b""))
         if said[:1] == _ERROR:
             raise InnerLoopError(said[1:].decode())
         return said[1:] if said[:1] == _FOUND else None
 
 
 @contextlib.contextmanager
-def _exchanged() -> Iterator[None]:
-    """Who is left when another process ends says so; the other one says why."""
+def _explain_lost_peer() -> Iterator[None]:
+    """Explains a failed exchange: another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -156,8 +156,8 @@ _LOST = (
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """The group that ``torchrun`` started this process in; alone without it."""
+def join_group(device: str) -> Iterator[Ranks]:
+    """Joins the group that ``torchrun`` started; without it the process is alone."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE
         return
@@ -170,9 +170,9 @@ def joined(device: str) -> Iterator[Ranks]:
     # Small exchanges of numbers and checkpoints stay on the CPU, whatever the device.
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     try:
-        with _soon():
+        with _time_limit():
             store, rank, size = next(rendezvous("env://"))
-            own = PrefixStore(agreed(store, rank, size), store)
+            own = PrefixStore(agree_on_name(store, rank, size), store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         raise InnerLoopError(f"{_LOST} {error}") from error
@@ -182,7 +182,7 @@ def joined(device: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def agreed(store: Store, rank: int, size: int) -> str:
+def agree_on_name(store: Store, rank: int, size: int) -> str:
     """A name for this group, the same for all of its processes and for no earlier group.
 
     ``torchrun`` keeps its store when it starts a group again. Addresses of those who died are in
@@ -210,8 +210,8 @@ def agreed(store: Store, rank: int, size: int) -> str:
 
 
 @contextlib.contextmanager
-def _soon() -> Iterator[None]:
-    """End the process if this takes long, so that torchrun starts the group again."""
+def _time_limit() -> Iterator[None]:
+    """Ends the process if this takes long, so that torchrun starts the group again."""
 
     def give_up() -> None:
         print(f"After {_CONNECT:g} seconds: {_LOST}", file=sys.stderr, flush=True)
@@ -227,7 +227,7 @@ def _soon() -> Iterator[None]:
 
 
 def refuse_group(name: str) -> None:
-    """For a command that starts processes of its own: they would take each other for a group."""
+    """Refuses torchrun for a command whose own processes would take each other for a group."""
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise InnerLoopError(
             f"innerloop {name} was started {size} times, by torchrun (WORLD_SIZE is {size}). "
@@ -237,7 +237,7 @@ def refuse_group(name: str) -> None:
 
 
 def local_device(device: str) -> str:
-    """With ``torchrun``, every process of a machine has an accelerator of its own."""
+    """The device of this process: with ``torchrun`` each has an accelerator of its own."""
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if device == "cuda" and local is not None else device
 
@@ -248,5 +248,5 @@ def launch() -> str:
 
 
 def restarted() -> bool:
-    """Whether ``torchrun`` started the group again after one of its processes died."""
+    """Tests whether ``torchrun`` started the group again after one of its processes died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

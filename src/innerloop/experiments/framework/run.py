@@ -1,9 +1,8 @@
-"""The folder of a run: settings, metrics, a checkpoint that is never half written, the result."""
+"""The folder of a run: settings, metrics, checkpoints that are never half written, the result."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from innerloop.data.pickles import DEEPEST, nesting
 from innerloop.errors import InnerLoopError
@@ -32,13 +32,13 @@ CONFIG, METRICS, RESULT, CHECKPOINT = (
 )
 KEPT = 2
 """Checkpoints, the newest included: one may be torn by what made the run stop."""
-_LAUNCH, _FIGURES = ".launch", ".figures-"
+_LAUNCH, _LOCK, _FIGURES = ".launch", ".lock", ".figures-"
 _KEEP = "keep"
 _DIGEST = 32  # bytes of the checksum before a checkpoint
 
 
 class Run:
-    """One run's folder."""
+    """The folder of one run."""
 
     def __init__(self, folder: Path, keep: int = KEPT) -> None:
         self.folder, self.keep = folder, keep
@@ -49,7 +49,7 @@ class Run:
         return os.path.lexists(self.folder / CONFIG)
 
     def check_new(self) -> None:
-        """A run that is there already is not written over."""
+        """Refuses a folder that already holds a run: it is not written over."""
         if self.known:
             raise InnerLoopError(
                 f"{self.folder} holds a run already. Continue it with --resume "
@@ -57,49 +57,41 @@ class Run:
             )
 
     def start(self, config: dict[str, Any], launch: str = "") -> None:
-        """Write down what it is. ``launch`` names what started it, if that can start it again."""
+        """Writes the settings, and the name of the launch that may start the run again."""
         self.check_new()
         self._replace(_LAUNCH, launch.encode())
         self.write_json(CONFIG, config | {_KEEP: self.keep})
 
-    def go_on(self) -> None:
-        """Write down how many checkpoints are kept from now on."""
-        known = self._written()
+    def update_keep(self) -> None:
+        """Writes the number of checkpoints that are kept from now on."""
+        known = self._read_config()
         if known.get(_KEEP) != self.keep:
             self.write_json(CONFIG, known | {_KEEP: self.keep})
 
     def started_by(self, launch: str, config: dict[str, Any]) -> bool:
-        """Whether the run here was started by the same launch, with the same settings.
-
-        The name of a launch may be that of an earlier one.
-        """
+        """Tests whether the run here has the same launch and settings: names of launches repeat."""
         with contextlib.suppress(OSError):
             same = self.known and _content(self.folder / _LAUNCH) == launch.encode()
             return same and self.config() == json.loads(json.dumps(config))
         return False
 
     @contextlib.contextmanager
-    def held(self, new: bool = False) -> Iterator[None]:
-        """No other process works here meanwhile; what killed ones left is removed."""
+    def lock(self, new: bool = False) -> Iterator[None]:
+        """Keeps other processes out; removes what killed ones left."""
         try:
             if new:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            how = "written to" if new else "read"
+            held = FileLock(self.folder / _LOCK).acquire(timeout=0)
+        except Timeout as error:
             raise InnerLoopError(
-                f"The run's folder {self.folder} cannot be {how}: {error}. Name another one."
+                f"Another process is at work on the run in {self.folder}. Wait for it, or stop "
+                "it; then go on."
             ) from error
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InnerLoopError(
-                    f"Another process is at work on the run in {self.folder}. Wait for it, or stop "
-                    "it; then go on."
-                ) from error
-            except OSError:
-                pass  # a file system without locks
+        except OSError as error:
+            raise InnerLoopError(
+                f"The run's folder {self.folder} cannot be written to: {error}. Name another one."
+            ) from error
+        with held:
             for name in (CONFIG, METRICS, RESULT, CHECKPOINT, _LAUNCH):
                 for aside in self.folder.glob(f".{name}-*"):
                     with contextlib.suppress(OSError):  # writing says what is wrong, if need be
@@ -107,16 +99,14 @@ class Run:
             for aside in self.folder.glob(f"{_FIGURES}*"):
                 shutil.rmtree(aside, ignore_errors=True)
             yield
-        finally:
-            os.close(handle)
 
     def config(self) -> dict[str, Any]:
         """The settings of the experiment."""
-        return {name: value for name, value in self._written().items() if name != _KEEP}
+        return {name: value for name, value in self._read_config().items() if name != _KEEP}
 
-    def kept(self) -> int:
-        """How many checkpoints the run was last told to keep."""
-        found = self._written().get(_KEEP, KEPT)
+    def read_keep(self) -> int:
+        """The number of checkpoints to keep, as the run's settings have it."""
+        found = self._read_config().get(_KEEP, KEPT)
         if type(found) is not int or found < 1:
             raise InnerLoopError(
                 f"{self.folder / CONFIG} has {_KEEP} = {found!r}. Needed is a whole number from 1, "
@@ -124,7 +114,7 @@ class Run:
             )
         return found
 
-    def _written(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         try:
             found = json.loads(_content(path).decode())
@@ -141,12 +131,12 @@ class Run:
         self._replace(name, (json.dumps(value, indent=2) + "\n").encode())
 
     def write_result(self, value: Any) -> None:
-        """The last file: with it, a run is finished."""
+        """Writes the last file: with it, a run is finished."""
         self.write_json(RESULT, _standard(value))
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[Path]:
-        """A folder for pictures, which are moved into the run's when all are whole."""
+    def figure_folder(self) -> Iterator[Path]:
+        """A folder for figures, which are moved into the run's when all are whole."""
         aside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_FIGURES))
         try:
             yield aside
@@ -158,11 +148,11 @@ class Run:
             shutil.rmtree(aside, ignore_errors=True)
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
-        """All records so far: after a crash there may be more in the file than was saved."""
+        """Writes all records: after a crash the file may have more than the checkpoint."""
         self._replace(METRICS, "".join(json.dumps(_standard(r)) + "\n" for r in records).encode())
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep the state with a checksum; so many of those before it stay, as older ones."""
+        """Saves a checkpoint with a checksum; keeps the last ``keep``."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         data = buffer.getvalue()
@@ -187,7 +177,7 @@ class Run:
         return path.with_stem(f"{path.stem}-{age}") if age else path
 
     def _ages(self) -> list[int]:
-        """Of the checkpoints that are there, the newest first: only these, however many to keep."""
+        """Ages of the checkpoints in the folder, the newest first."""
         stem, suffix = CHECKPOINT.split(".")
         older = self.folder.glob(f"{stem}-*.{suffix}")
         named = [path.stem.removeprefix(f"{stem}-") for path in older]
@@ -195,15 +185,15 @@ class Run:
         return [age for age in ages if os.path.lexists(self._checkpoint(age))]
 
     def _checkpoints(self) -> list[Path]:
-        """Those that are there, the newest first."""
+        """Paths of the checkpoints, the newest first."""
         return [self._checkpoint(age) for age in self._ages()]
 
     def load(self, ranks: Ranks = ALONE) -> dict[str, Any] | None:
-        """The newest state that is whole, or ``None`` if there is none.
+        """The newest state that is whole; ``None`` without one.
 
-        The first process reads it and tells the others: they need not see the same folder.
+        The first process reads it for all: the others need not see the folder.
         """
-        data = ranks.told(self._newest)
+        data = ranks.broadcast(self._newest)
         if data is None:
             return None
         try:
@@ -244,7 +234,7 @@ class Run:
         return None
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Write aside, sync, rename: a file is the old one or the new one at any moment."""
+        """Writes aside, syncs, renames: at any moment the file is the old one or the new one."""
         aside = self._aside(name, data)
         try:
             os.replace(aside, self.folder / name)
@@ -253,7 +243,7 @@ class Run:
             raise InnerLoopError(unwritable(self.folder, name, error)) from error
 
     def _aside(self, name: str, data: bytes) -> str:
-        """Write to a file beside the one of this name, and sync it."""
+        """Writes a file beside the one of this name, and syncs it."""
         try:
             handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")
         except OSError as error:
@@ -274,7 +264,7 @@ class Run:
 
 
 def _standard(value: Any) -> Any:
-    """With null for what diverged: JSON has no infinity and no NaN, and other readers refuse."""
+    """Replaces infinity and NaN, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {name: _standard(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -290,13 +280,13 @@ def _content(path: Path) -> bytes:
 
 
 def _whole(content: bytes) -> bytes | None:
-    """What a checkpoint holds, if its checksum is right."""
+    """The content of a checkpoint; ``None`` if its checksum is wrong."""
     digest, data = content[:_DIGEST], content[_DIGEST:]
     return data if hashlib.sha256(data).digest() == digest else None
 
 
 def _check_readable(data: bytes) -> None:
-    """Refuse what torch's reader, which runs no code, would crash at or fill the memory with."""
+    """Refuses an archive that torch's reader would crash at or fill the memory with."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         size = sum(info.file_size for info in archive.infolist())
         if size > len(data):  # torch writes without compression
@@ -307,7 +297,7 @@ def _check_readable(data: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """So that a file, or what was renamed in a folder, is there after a loss of power, too."""
+    """Makes a file, or a folder's entries, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -316,7 +306,7 @@ def _sync(path: Path) -> None:
 
 
 def unwritable(folder: Path, name: str, error: OSError) -> str:
-    """What to do when a file of a run cannot be written, or with no name, any of them."""
+    """The message for a file of a run, or without a name any of them, that cannot be written."""
     return (
         f"{folder / name} cannot be written: {error}. What was written before is whole. Make room, "
         f"then go on with --resume {shlex.quote(str(folder))}."
@@ -324,7 +314,7 @@ def unwritable(folder: Path, name: str, error: OSError) -> str:
 
 
 class Stop:
-    """Whether the user asked for an end: a first Ctrl-C asks, a second one interrupts."""
+    """A request to stop: the first Ctrl-C asks, the second one interrupts."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -337,7 +327,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Ctrl-C, and a polite kill, end the work at the next place where nothing is lost."""
+    """Turns Ctrl-C and SIGTERM into a request to stop at the next checkpoint."""
     stop = Stop()
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM):

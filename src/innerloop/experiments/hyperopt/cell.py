@@ -1,4 +1,4 @@
-"""Parts of a search: one way to search, with one seed."""
+"""Parts of a search: one method with one seed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import innerloop as il
 from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments.framework.parts import Part
 from innerloop.experiments.hyperopt import summary
-from innerloop.experiments.hyperopt.problem import Problem, measured, references
+from innerloop.experiments.hyperopt.problem import Problem, measure, references
 
 
 class References(Part):
-    """What a seed's search is compared with."""
+    """Trainings that a seed's search is compared with. A single unit, so it has no state."""
 
     def __init__(
         self, config: Any, problem: Problem, seed: int, build: Callable[[Any], Problem]
@@ -26,20 +26,16 @@ class References(Part):
         self.config, self.problem, self.seed, self.build = config, problem, seed, build
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        with _flagged(self.config, f"the references of seed {self.seed}"):
+        with _explain_divergence(self.config, f"the references of seed {self.seed}"):
             found = references(self.config.what, self.problem, self.build)
         records.append({"seed": self.seed, "arm": "references", **found})
         return {"seed": str(self.seed)}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It has none: it is a single unit."""
-
 
 class Cell(Part):
-    """One way to search with one seed."""
+    """One method with one seed."""
+
+    saved = ("values", "best", "raw", "meta", "cpu")
 
     def __init__(self, config: Any, problem: Problem, seed: int, arm: str) -> None:
         self.config, self.problem, self.seed, self.arm = config, problem, seed, arm
@@ -48,18 +44,11 @@ class Cell(Part):
         self.best: torch.Tensor | None = None
         """Hyperparameters of the least of them."""
         self.raw: torch.Tensor | None = None
-        """Where the gradient has led."""
+        """Hyperparameters that the gradient has reached."""
         self.meta: dict[str, Any] | None = None
         """State of its optimizer."""
         self.cpu: list[float] = []
         """Seconds of the processor for each trial."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("values", "best", "raw", "meta", "cpu")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values, self.best, self.raw = state["values"], state["best"], state["raw"]
-        self.meta, self.cpu = state["meta"], state["cpu"]
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         began = time.process_time()
@@ -130,7 +119,7 @@ class Cell(Part):
         return {
             "seed": self.seed,
             "arm": self.arm,
-            **measured(self.problem),
+            **measure(self.problem),
             "cpu": self.cpu,
             "trials": len(self.values),
             "least": summary.least_so_far(self.values),
@@ -139,8 +128,8 @@ class Cell(Part):
 
 
 @contextlib.contextmanager
-def _flagged(config: Any, where: str) -> Iterator[None]:
-    """A training that diverges, in the words of the command."""
+def _explain_divergence(config: Any, where: str) -> Iterator[None]:
+    """Names the flags to change when a training diverges."""
     try:
         yield
     except DivergedError as error:

@@ -1,4 +1,4 @@
-"""Pictures of a search: validation loss against compute, and what was found."""
+"""Figures of a search: validation loss against compute, and the hyperparameters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import Any
 import numpy
 from matplotlib.figure import Figure
 
+from innerloop.experiments.framework.figures import plot_band, save, single
 from innerloop.experiments.hyperopt.summary import ABOUT
 
 
 def draw(config: Any, records: list[dict[str, Any]], result: dict[str, Any], folder: Path) -> None:
-    """All of them, into the folder of the run."""
-    _save(search(config, records), folder / "search.png")
+    """Saves all of them into the folder of the run."""
+    save(search(config, records), folder / "search.png")
     if config.what == "example-weights":
-        _save(weights(records), folder / "found.png")
+        save(weights(records), folder / "found.png")
     else:
-        _save(found(config, records, result["names"]), folder / "found.png")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+        save(found(config, records, result["names"]), folder / "found.png")
 
 
 def _of(records: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
@@ -32,25 +28,20 @@ def _of(records: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
 
 def search(config: Any, records: list[dict[str, Any]]) -> Figure:
     """The best validation loss so far, mean and standard deviation over seeds."""
-    figure = Figure(figsize=(6, 3.8))
-    axes = figure.subplots()
+    figure, axes = single(6, 3.8)
     for k, arm in enumerate(arm for arm in ABOUT if _of(records, arm)):
         traces = numpy.array([r["least"] for r in _of(records, arm)], dtype=float)
         x = numpy.cumsum(config.costs if arm == "gradient" else [1] * traces.shape[1])
-        middle, spread = traces.mean(0), traces.std(0)
-        axes.plot(x, middle, color=f"C{k}", label=ABOUT[arm])
-        axes.fill_between(x, middle - spread, middle + spread, color=f"C{k}", alpha=0.15)
+        plot_band(axes, x, traces.mean(0), traces.std(0), color=f"C{k}", label=ABOUT[arm])
     axes.set(xlabel="compute, in trainings", ylabel="best validation loss")
     axes.set_title(f"{config.what} on {config.dataset}, {config.seeds} seeds", fontsize=10)
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
     return figure
 
 
 def found(config: Any, records: list[dict[str, Any]], labels: list[str]) -> Figure:
     """The hyperparameters of each seed, by gradient and at random."""
-    figure = Figure(figsize=(max(5, 0.7 * len(labels)), 3.8))
-    axes = figure.subplots()
+    figure, axes = single(max(5, 0.7 * len(labels)), 3.8)
     for k, arm in enumerate(("gradient", "random")):
         for number, record in enumerate(_of(records, arm)):
             place = numpy.arange(len(labels)) + 0.25 * k - 0.125
@@ -60,14 +51,12 @@ def found(config: Any, records: list[dict[str, Any]], labels: list[str]) -> Figu
     axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel(config.what)
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
     return figure
 
 
 def weights(records: list[dict[str, Any]]) -> Figure:
-    """How many right and wrong labels have which weight, over all seeds."""
-    figure = Figure(figsize=(6, 3.8))
-    axes = figure.subplots()
+    """Histogram of the weights of right and wrong labels, over all seeds."""
+    figure, axes = single(6, 3.8)
     by_kind: dict[bool, list[float]] = {False: [], True: []}
     pairs = zip(_of(records, "gradient"), _of(records, "references"), strict=True)
     for learned, plain in pairs:

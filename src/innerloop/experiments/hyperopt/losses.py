@@ -49,10 +49,10 @@ class Smoothed(_Loss):
     """Label smoothing: how much of the target is shared out, for each class."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        said = log_softmax(model(batch.x)[:, :CLASSES], -1)
-        right = said.gather(1, batch.y[:, None]).squeeze(1)
+        logs = log_softmax(model(batch.x)[:, :CLASSES], -1)
+        right = logs.gather(1, batch.y[:, None]).squeeze(1)
         share = self.numbers[batch.y]
-        return -((1 - share) * right + share * said.mean(-1)).mean()
+        return -((1 - share) * right + share * logs.mean(-1)).mean()
 
 
 class Weighted(_Loss):
@@ -70,15 +70,15 @@ _FULL = (0.5, 0.5, math.pi / 4, 0.5, 0.5, 0.5, 0.5, 0.5)
 
 
 class Augmented(_Loss):
-    """How strongly the pictures are changed at random, for each kind of change."""
+    """Strengths of random augmentations, for each kind of change."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         amounts = self.numbers * batch.draws * batch.draws.new_tensor(_FULL)
-        return classified(model, (changed(batch.x, amounts), batch.y))
+        return classified(model, (transform(batch.x, amounts), batch.y))
 
 
-def changed(x: Tensor, amounts: Tensor) -> Tensor:
-    """Pictures moved, turned, scaled, sheared and made lighter by these amounts."""
+def transform(x: Tensor, amounts: Tensor) -> Tensor:
+    """Moves, turns, scales, shears and brightens images by these amounts."""
     right, down, angle, scale, stretch, shear, contrast, bright = amounts.unbind(-1)
     cos, sin = angle.cos(), angle.sin()
     wide, high = (scale + stretch).exp(), (scale - stretch).exp()
@@ -113,10 +113,10 @@ class ManyTasks(_Loss):
         self.classified = classified
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        said = model(batch.x)
-        each = cross_entropy(said[:, :CLASSES], batch.y, reduction="none")
+        logits = model(batch.x)
+        each = cross_entropy(logits[:, :CLASSES], batch.y, reduction="none")
         known = (batch.which < self.classified).float()
         main = (each * known).sum() / known.sum().clamp(min=1)
         answers = self.get_buffer("labels")[batch.which]
-        others = binary_cross_entropy_with_logits(said[:, CLASSES:], answers, reduction="none")
+        others = binary_cross_entropy_with_logits(logits[:, CLASSES:], answers, reduction="none")
         return main + (self.numbers * others.mean(0)).sum()

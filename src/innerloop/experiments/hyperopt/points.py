@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from innerloop import data
+from innerloop.data.images import checksum
 from innerloop.errors import InnerLoopError, four_part
 
 DATASETS = ("digits", "cifar10")
@@ -16,7 +17,7 @@ CLASSES = 10
 
 
 class Points(NamedTuple):
-    """Pictures and their classes."""
+    """Images and their classes."""
 
     x: Tensor
     """[n, channel, size, size], float32."""
@@ -34,12 +35,18 @@ class Split(NamedTuple):
     test: Points
 
 
-def pictures(dataset: str, root: Path | None) -> tuple[Points, Points | None]:
+def load(dataset: str, root: Path | None) -> tuple[Points, Points | None]:
     """All points, and the test set if the dataset has one of its own."""
     if dataset == "digits":
         return _digits(), None
     found = data.cifar10(root)
     return _scaled(found.train), _scaled(found.test)
+
+
+def digest(*parts: Points) -> str:
+    """A short checksum of images and their labels."""
+    shapes = [list(part.x.shape) for part in parts]
+    return checksum(shapes, *(tensor for part in parts for tensor in part))
 
 
 def _digits() -> Points:
@@ -57,7 +64,7 @@ def _scaled(part: data.Labelled) -> Points:
 def split(
     points: Points, test: Points | None, *, train: int, val: int, noise: float, seed: int
 ) -> Split:
-    """Draw the parts. ``noise`` is the share of training labels that are set to another class.
+    """Draws the parts. ``noise`` is the share of training labels that are set to another class.
 
     The parts depend on the seed and the sizes alone: with and without noise they are the same.
 

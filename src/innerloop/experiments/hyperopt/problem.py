@@ -114,7 +114,7 @@ def build(
         loss = _losses(split, labelled, generator)[what](searched.middle)
     inner = il.InnerLoop(model, sgd, loss, learn=learn, val_loss=classified, backward=backward)
     (raw,) = inner.parameters()
-    batches = training(split.train, steps, batch, generator)
+    batches = make_batches(split.train, steps, batch, generator)
     return Problem(inner, raw, batches, split, searched)
 
 
@@ -130,7 +130,7 @@ def _losses(
 
 
 def names(what: str, inner: il.InnerLoop) -> list[str]:
-    """What each hyperparameter belongs to; nothing if it is a training point."""
+    """Names of the hyperparameters; none if they belong to training points."""
     return {
         "weight-decay": [name for name, _ in inner.model.named_parameters()],
         "label-smoothing": [str(k) for k in range(CLASSES)],
@@ -140,24 +140,24 @@ def names(what: str, inner: il.InnerLoop) -> list[str]:
     }[what]
 
 
-def measured(problem: Problem) -> dict[str, float]:
+def measure(problem: Problem) -> dict[str, float]:
     """Losses and accuracies after a training with the present hyperparameters."""
     with torch.no_grad():
         model = problem.inner.adapt(problem.batches)
         found = {}
         for name, points in (("val", problem.split.val), ("test", problem.split.test)):
-            said = torch.cat([model(x)[:, :CLASSES] for x in points.x.split(_MEASURED)])
-            found[f"{name}_loss"] = cross_entropy(said, points.y).item()
-            found[f"{name}_accuracy"] = (said.argmax(-1) == points.y).double().mean().item()
+            predicted = torch.cat([model(x)[:, :CLASSES] for x in points.x.split(_MEASURED)])
+            found[f"{name}_loss"] = cross_entropy(predicted, points.y).item()
+            found[f"{name}_accuracy"] = (predicted.argmax(-1) == points.y).double().mean().item()
     return found
 
 
 def references(what: str, problem: Problem, rebuilt: Callable[[Split], Problem]) -> dict[str, Any]:
-    """What trainings give in which nothing is searched."""
+    """Losses and accuracies of trainings without a search."""
 
     def at(number: float, of: Problem = problem) -> dict[str, float]:
         of.set(torch.full_like(of.raw, math.log(number)))
-        return measured(of)
+        return measure(of)
 
     split, low = problem.split, problem.range.low
     if what == "example-weights":
@@ -174,7 +174,7 @@ def references(what: str, problem: Problem, rebuilt: Callable[[Split], Problem])
 
 
 def net(shape: torch.Size, width: int, outputs: int, seed: int) -> nn.Module:
-    """Three hidden layers for small pictures, three convolutions for larger ones."""
+    """Three hidden layers for small images, three convolutions for larger ones."""
     channels, size = shape[0], shape[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -202,7 +202,7 @@ def _convolutions(channels: int, size: int, width: int, outputs: int) -> nn.Modu
     return nn.Sequential(*layers, nn.Flatten(), last)
 
 
-def training(points: Points, steps: int, batch: int, generator: torch.Generator) -> list[Batch]:
+def make_batches(points: Points, steps: int, batch: int, generator: torch.Generator) -> list[Batch]:
     """Batches for all steps: each point once before any comes again."""
     count = len(points.y)
     size = min(batch, count)

@@ -1,4 +1,4 @@
-"""What the ways to search found, over all seeds: numbers and a table."""
+"""Results of the methods over all seeds: numbers and a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def least_so_far(values: list[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in found]
 
 
-def summary(config: Any, records: list[dict[str, Any]], problem: Problem) -> dict[str, Any]:
+def summarize(config: Any, records: list[dict[str, Any]], problem: Problem) -> dict[str, Any]:
     """Every number that is reported."""
     by_arm = {arm: [r for r in records if r["arm"] == arm] for arm in config.arms}
     plain = [name for name, value in by_arm["references"][0].items() if isinstance(value, dict)]
@@ -57,13 +57,13 @@ def _columns(found: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _better(ours: list[float], theirs: list[float], measure: str) -> int:
-    """In how many seeds the first is strictly better."""
+    """The number of seeds in which the first is strictly better."""
     sign = -1 if measure.endswith("loss") else 1
     return sum(sign * a > sign * b for a, b in zip(ours, theirs, strict=True))
 
 
 def _cleaned(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-    """How much of the accuracy lost to wrong labels came back, and how they are weighted."""
+    """The part of the accuracy lost to wrong labels that came back, and the mean weights."""
     noisy, clean, learned = (
         rows[name]["test_accuracy"] for name in ("noisy labels", "clean labels", "gradient")
     )
@@ -87,7 +87,7 @@ def _cleaned(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
 # --- a table ------------------------------------------------------------------------------------
 
 
-def told(config: Any, result: dict[str, Any]) -> str:
+def describe(config: Any, result: dict[str, Any]) -> str:
     """The result as lines for a terminal."""
     low, high = RANGES[config.what]
     lines = [
@@ -104,10 +104,10 @@ def told(config: Any, result: dict[str, Any]) -> str:
         lines.append(f"{ABOUT.get(name, name):36}" + "".join(f"{cell:>18}" for cell in cells))
     lines.append("")
     for arm, counts in result["better"].items():
-        told = ", ".join(f"{m.replace('_', ' ')} {counts[m]}" for m in MEASURES)
-        lines.append(f"Seeds of {config.seeds} in which the gradient beats {ABOUT[arm]}: {told}.")
+        won = ", ".join(f"{m.replace('_', ' ')} {counts[m]}" for m in MEASURES)
+        lines.append(f"Seeds of {config.seeds} in which the gradient beats {ABOUT[arm]}: {won}.")
     lines += ["", *_by_seed(config, result["rows"])]
-    return "\n".join(lines + _told_cleaned(result))
+    return "\n".join(lines + _describe_cleaned(result))
 
 
 def _by_seed(config: Any, rows: dict[str, Any]) -> list[str]:
@@ -126,19 +126,19 @@ def _cell(values: list[float], percent: bool) -> str:
     return f"{factor * mean(values):.{digits}f}{spread}{unit}"
 
 
-def _told_cleaned(result: dict[str, Any]) -> list[str]:
+def _describe_cleaned(result: dict[str, Any]) -> list[str]:
     if "recovered" not in result:
         return []
     each = ["-" if r is None else f"{100 * r:.0f} %" for r in result["recovered"]]
     total = result["recovered_of_mean"]
     whole = "none was lost" if total is None else f"{100 * total:.0f} % of the mean"
-    weights = {kind: _mean_told(values) for kind, values in result["mean_weights"].items()}
+    weights = {kind: _mean_text(values) for kind, values in result["mean_weights"].items()}
     return [
         f"Of the accuracy lost to wrong labels, recovered: {', '.join(each)} by seed, {whole}.",
         f"Mean weight of right labels {weights['right']}, of wrong ones {weights['wrong']}.",
     ]
 
 
-def _mean_told(values: list[float | None]) -> str:
+def _mean_text(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{mean(known):.3f}" if known else "- (there are none)"

@@ -42,8 +42,8 @@ class _Displaced(nn.Module):
         return functional_call(self.net, moved, (x,))
 
 
-class _Watched(nn.Module):
-    """A loss on the first part of a batch, which also says how the net does on the second."""
+class _Measured(nn.Module):
+    """A loss on the first part of a batch, with a measure of the net on the second."""
 
     def __init__(self, loss: Any, measure: Measure) -> None:
         super().__init__()
@@ -52,13 +52,15 @@ class _Watched(nn.Module):
     def forward(self, model: nn.Module, batch: tuple[Any, tuple[Tensor, Tensor]]) -> Any:
         loss = self.loss(model, batch[0])
         # A net whose loss is not finite has no finite error either, not even a count. The loss
-        # itself is made finite: what was seen before is wanted, and a NaN would end the run.
+        # itself is made finite: what was measured before is needed, and a NaN would end the run.
         seen = self.measure(model, batch[1]) + 0 * loss.detach()
         return loss.nan_to_num(), seen
 
 
 class Cell(Part):
     """Meta-updates, then one unit for each rate of the task's loss, then the comparison."""
+
+    saved = ("criterion", "before", "meta", "generator", "skipped", "tuned")
 
     def __init__(self, config: Any, name: str, seed: int) -> None:
         self.config, self.name, self.seed = config, name, seed
@@ -70,13 +72,13 @@ class Cell(Part):
         self.updates = _updates(config, name)
         self.read = self.problem.read if config.read_input else None
         self.criterion = self._criterion()
-        watched = _Watched(self.criterion, self.problem.task_loss)
-        self.inner = self._loop(watched, self.rate, self.clip)
+        measured = _Measured(self.criterion, self.problem.task_loss)
+        self.inner = self._loop(measured, self.rate, self.clip)
         self.meta = torch.optim.Adam(self.inner.parameters(), lr=self.meta_rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped = 0
         """Updates left out, as training or its gradient was not finite."""
-        self.before = self.kept()
+        self.before = self.outcome()
         """The loss before its last update, which is undone if nets diverge after it."""
         self.tuned: list[list[float]] = []
         """Errors of the task's loss after steps and horizon, for each of the problem's settings."""
@@ -99,33 +101,14 @@ class Cell(Part):
                 dtype=torch.float32,
             )
 
-    def _loop(self, loss: _Watched, rate: float, clip: float) -> il.InnerLoop:
+    def _loop(self, loss: _Measured, rate: float, clip: float) -> il.InnerLoop:
         net = _Displaced(self.problem.build(0))
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
         # Without it a loss that is learned soon tears some net apart, and no gradient is left.
         clipped = il.clip_norm(clip)
         return il.InnerLoop(net, sgd, loss, learn=(), grad_transform=clipped, tasks=il.tasks.vmap())
 
-    # --- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "criterion": self.criterion.state_dict(),
-            "before": self.before,
-            "meta": self.meta.state_dict(),
-            "generator": self.generator.get_state(),
-            "skipped": self.skipped,
-            "tuned": self.tuned,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.criterion.load_state_dict(state["criterion"])
-        self.meta.load_state_dict(state["meta"])
-        self.generator.set_state(state["generator"])
-        self.skipped, self.tuned = state["skipped"], state["tuned"]
-        self.before = state["before"]
-
-    def kept(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return copy.deepcopy(self.criterion.state_dict())
 
     # --- work ---------------------------------------------------------------------------------
@@ -149,24 +132,24 @@ class Cell(Part):
         self.meta.param_groups[0]["lr"] = (
             self.meta_rate * (1 + math.cos(math.pi * number / self.updates)) / 2
         )
-        tasks = self._begun(self.generator, c.tasks, number * c.tasks + 1)
+        tasks = self._draw_tasks(self.generator, c.tasks, number * c.tasks + 1)
         self.meta.zero_grad()
-        # Judged over the later half of the steps: the last alone says little about the first. By
+        # Measured over the later half of the steps: the last alone says little about the first. By
         # the logarithm, so that a few tasks with large losses are not all that counts.
-        late = self._seen(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean(1)
+        late = self._measure(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean(1)
         loss = (late + _FLOOR).log().mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), self.meta_clip)
         # A loss that overflows has no gradient, which is finite.
         if loss.isfinite() and norm.isfinite():
-            self.before = self.kept()
+            self.before = self.outcome()
             self.meta.step()
         else:
             self.criterion.load_state_dict(self.before)
             self.skipped += 1
         return late.mean().item()
 
-    def _begun(self, generator: torch.Generator, count: int, first: int) -> Tasks:
+    def _draw_tasks(self, generator: torch.Generator, count: int, first: int) -> Tasks:
         """Tasks whose inputs come with initial weights, of the seeds from ``first`` on."""
         support, query = self.problem.draw(generator, count, first == _HELD_OUT)
         nets = [self.problem.build(self.seed * _SEEDS_APART + first + k) for k in range(count)]
@@ -174,17 +157,17 @@ class Cell(Part):
         start = {name: weight.detach() for name, weight in start.items()}
         return Tasks(((support[0], start), support[1]), ((query[0], start), query[1]))
 
-    def _seen(self, inner: il.InnerLoop, tasks: Tasks, steps: int) -> Tensor:
-        """What was measured after 0, 1, … steps. [tasks, steps + 1]"""
+    def _measure(self, inner: il.InnerLoop, tasks: Tasks, steps: int) -> Tensor:
+        """Measurements after 0, 1, … steps. [tasks, steps + 1]"""
         # It is measured before each step, so one more step for the last.
         train = [(self._batch(tasks.support, step), tasks.query) for step in range(steps + 1)]
         return inner.adapt(train, tasks=True).aux
 
     def _batch(self, examples: tuple[Any, Tensor], step: int) -> tuple[Any, ...]:
-        """The examples with what the learned loss is told in a step."""
+        """The examples with what the learned loss reads in a step."""
         x, y = examples
-        told = () if self.read is None else self.read(x[0])
-        return (x, y, *told, step) if self.config.read_step else (x, y, *told)
+        extras = () if self.read is None else self.read(x[0])
+        return (x, y, *extras, step) if self.config.read_step else (x, y, *extras)
 
     def _errors(self, loss: Any, rate: float, clip: float, first: int) -> list[float]:
         """The error after 0, 1, … steps, in the mean over tasks and their initial weights.
@@ -192,10 +175,10 @@ class Cell(Part):
         Infinite from the step on at which any net diverges.
         """
         generator = torch.Generator().manual_seed(first + self.seed)
-        tasks = self._begun(generator, self.config.held_out, first)
-        inner = self._loop(_Watched(loss, self.problem.error), rate, clip)
+        tasks = self._draw_tasks(generator, self.config.held_out, first)
+        inner = self._loop(_Measured(loss, self.problem.error), rate, clip)
         with torch.no_grad():
-            seen = self._seen(inner, tasks, self.config.horizon).mean(0)
+            seen = self._measure(inner, tasks, self.config.horizon).mean(0)
         return seen.nan_to_num(math.inf, math.inf).tolist()
 
     def _compare(self) -> dict[str, Any]:

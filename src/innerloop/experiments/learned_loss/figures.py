@@ -1,4 +1,4 @@
-"""Pictures of learned losses: how fast nets train with them, and the shape of one."""
+"""Figures of learned losses: errors over steps, and the shape of a loss."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from innerloop.experiments.framework.figures import plot_band, save
 from innerloop.experiments.learned_loss.cell import Cell
 from innerloop.experiments.learned_loss.problem import PROBLEMS
 from innerloop.learned import LearnedLoss
@@ -21,23 +22,18 @@ _INPUTS = (-4.0, 0.0, 4.0)
 def draw(experiment: Any, folder: Path, result: dict[str, Any]) -> None:
     """All of them, and the learned losses themselves, into the folder of the run."""
     config = experiment.config
-    _save(curves(experiment.records, config), folder / "curves.png")
+    save(curves(experiment.records, config), folder / "curves.png")
     seen = set()
-    for (name, seed), weights in zip(config.cells, experiment.kept, strict=True):
+    for (name, seed), weights in zip(config.cells, experiment.outcomes, strict=True):
         torch.save(weights, folder / f"loss-{name}-{seed}.pt")
         if name not in seen:
-            criterion = restored(name, weights, config)
+            criterion = restore(name, weights, config)
             shape = surface if PROBLEMS[name].targets == "values" else class_curves
-            _save(shape(criterion, name), folder / f"shape-{name}.png")
+            save(shape(criterion, name), folder / f"shape-{name}.png")
         seen.add(name)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
-
-
-def restored(name: str, weights: dict[str, Tensor], config: Any) -> LearnedLoss:
+def restore(name: str, weights: dict[str, Tensor], config: Any) -> LearnedLoss:
     criterion = Cell(config, name, 0).criterion
     criterion.load_state_dict(weights)
     return criterion
@@ -49,16 +45,14 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
     figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         own = [r for r in records if r["problem"] == name]
-        for key, label, colour in (
+        for key, label, color in (
             ("task", "task's loss, best rate and clip", "C1"),
             ("learned", "learned loss", "C0"),
         ):
             # [seeds, steps + 1]; NaN, which is not drawn, from where a seed diverged.
             values = numpy.array([r[key] for r in own], dtype=float)
             mean, spread = values.mean(0), values.std(0, ddof=min(len(values) - 1, 1))
-            x = numpy.arange(len(mean))
-            axes.plot(x, mean, color=colour, label=label)
-            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2)
+            plot_band(axes, range(len(mean)), mean, spread, color=color, label=label)
         end = numpy.mean([r["task"][-1] for r in own])
         axes.axhline(end, color="C1", linestyle=":", label=f"that after {config.horizon} steps")
         axes.axvline(config.steps, color="grey", linestyle="--", label="learned for so many steps")
@@ -71,10 +65,10 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
 
 
 def _extras(criterion: LearnedLoss, name: str, step: int, at: Tensor) -> list[Any]:
-    """What it reads besides, in the order of the experiment, at these inputs."""
+    """Its further inputs, in the order of the experiment, at these x."""
     read = PROBLEMS[name].read
-    told = read(at) if criterion.extras and read is not None else ()
-    return [*told, step] if criterion.steps else [*told]
+    known = read(at) if criterion.extras and read is not None else ()
+    return [*known, step] if criterion.steps else [*known]
 
 
 def _steps(criterion: LearnedLoss) -> list[int]:
@@ -84,7 +78,7 @@ def _steps(criterion: LearnedLoss) -> list[int]:
 
 
 def surface(criterion: LearnedLoss, name: str) -> Figure:
-    """Over prediction and target, at the first step, for some inputs if it is told the input."""
+    """Over prediction and target, at the first step, for some inputs if it reads the input."""
     inputs = _INPUTS if criterion.extras else _INPUTS[1:2]
     panels = len(inputs) + 1 + (criterion.moments is not None) + bool(criterion.steps)
     figure = Figure(figsize=(4.2 * panels, 3.8), layout="constrained")
@@ -109,11 +103,11 @@ def surface(criterion: LearnedLoss, name: str) -> Figure:
 
 
 def _together(figure: Figure, axes: Any, criterion: LearnedLoss, name: str, x: Tensor) -> None:
-    """What errors at two places add to the loss, beside their own."""
+    """Contribution of pairs of errors to the loss, beside their own."""
     with torch.no_grad():
-        said = criterion.together(x, *_extras(criterion, name, 0, x))
-    most = (said @ said.T).abs().max().item()
-    drawn = axes.contourf(x, x, said @ said.T, levels=20, cmap="RdBu", vmin=-most, vmax=most)
+        weights = criterion.together(x, *_extras(criterion, name, 0, x))
+    most = (weights @ weights.T).abs().max().item()
+    drawn = axes.contourf(x, x, weights @ weights.T, levels=20, cmap="RdBu", vmin=-most, vmax=most)
     axes.set(xlabel="x of an error", ylabel="x of another", title="errors that count together")
     figure.colorbar(drawn, ax=axes)
 
@@ -134,7 +128,7 @@ def _slopes(axes: Any, criterion: LearnedLoss, name: str, prediction: Tensor) ->
 
 
 def _over_steps(axes: Any, criterion: LearnedLoss) -> None:
-    """What it has learned for each step: a factor of all, and how much of the mean is left out."""
+    """Learned values of each step: a factor of the loss, and the part of the mean left out."""
     steps = range(1, criterion.steps + 1)
     assert criterion.factors is not None
     axes.plot(steps, criterion.factors.detach().exp(), marker=".", label="factor of the loss")
@@ -158,8 +152,8 @@ def class_curves(criterion: LearnedLoss, name: str) -> Figure:
         extras = _extras(criterion, name, step, right)
         with torch.no_grad():
             each = criterion.each(logits, labels, *extras).sum(-1)
-        told = f", step {step + 1}" if criterion.steps else ""
-        row[0].plot(right, each - each.min(), label=f"learned{told}")
+        which = f", step {step + 1}" if criterion.steps else ""
+        row[0].plot(right, each - each.min(), label=f"learned{which}")
     row[0].plot(right, -right.log(), color="grey", linestyle=":", label="cross-entropy")
     row[0].set(xlabel="probability of the right class, of two", ylabel="loss above its least value")
     row[0].legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""What a learned loss is learned on: sines and handwritten digits, from random weights."""
+"""Tasks of learned losses: sines and handwritten digits, from random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAVES = 4
 
 
 class Tasks(NamedTuple):
-    """Examples to train on, and to be judged by, as (x, y). [tasks, examples, ...] each.
+    """Support and query examples, as (x, y). [tasks, examples, ...] each.
 
     The x are whatever the net takes: the inputs, or these with initial weights.
     """
@@ -46,10 +46,10 @@ class Problem:
     """By the seed of its weights."""
     task_loss: Measure
     error: Measure
-    """What is reported."""
+    """The reported measure."""
     measured: str
     read: Callable[[Tensor], tuple[Tensor, ...]] | None
-    """What a learned loss is told of the inputs: numbers of the shape of the prediction."""
+    """Inputs of a learned loss: numbers of the shape of the prediction."""
     rate: float
     """Of the learned loss."""
     clip: float
@@ -77,7 +77,7 @@ def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
 
 @functools.cache
 def _digit_images() -> tuple[Tensor, Tensor]:
-    """8 × 8 images in an order of chance, [images, 64], and what they show."""
+    """8 × 8 images in random order, [images, 64], and their labels."""
     from sklearn.datasets import load_digits
 
     found: Any = load_digits()
@@ -116,12 +116,12 @@ def _cross_entropy(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _wrong(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    said = net(batch[0])
-    return (said.argmax(-1) != batch[1]).to(said.dtype).mean()
+    logits = net(batch[0])
+    return (logits.argmax(-1) != batch[1]).to(logits.dtype).mean()
 
 
 def _waves(x: Tensor) -> tuple[Tensor, ...]:
-    """The place, and waves of some lengths there: what tells places apart at several scales."""
+    """The input, and waves of several lengths at it: features at several scales."""
     turns = [k * math.pi * x / (HIGH - LOW) for k in range(1, _WAVES + 1)]
     return x / HIGH, *(turn.sin() for turn in turns), *(turn.cos() for turn in turns)
 

@@ -1,4 +1,4 @@
-"""What a comparison of optimizers found, as curves and as a table."""
+"""A comparison of optimizers as curves and as a table."""
 
 from __future__ import annotations
 
@@ -9,46 +9,43 @@ from typing import Any
 import numpy
 from matplotlib.figure import Figure
 
-_COLOURS = {"sgd": "C2", "adam": "C1", "rmsprop": "C3"}
+from innerloop.experiments.framework.figures import save, single
+
+_COLORS = {"sgd": "C2", "adam": "C1", "rmsprop": "C3"}
 _NAMES = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSprop", "lstm": "learned LSTM"}
 _NAMES |= {"mlp": "learned MLP", "meta-sgd": "Meta-SGD", "lslr": "LSLR"}
 _LOSSES = {"quadratics": "loss", "digits": "cross-entropy of a minibatch"}
 
 
 def draw(config: Any, folder: Path, result: dict[str, Any]) -> None:
-    """A picture for each problem."""
+    """Saves a figure for each problem."""
     for problem in config.problems:
-        figure = curves(config, problem, result)
-        path = folder / f"{problem}.png"
-        figure.savefig(path, dpi=130, bbox_inches="tight")
-        figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+        save(curves(config, problem, result), folder / f"{problem}.png")
 
 
 def curves(config: Any, problem: str, result: dict[str, Any]) -> Figure:
     """The loss on unseen problems over the steps, mean and spread over seeds."""
-    figure = Figure(figsize=(6.4, 4))
-    axes = figure.subplots()
+    figure, axes = single(6.4, 4)
     cells = [c for c in result["cells"] if c["problem"] == problem]
     for kind in cells[0]["curves"]:
         # [seeds, steps]
         found = numpy.array([c["curves"][kind] for c in cells])
         with numpy.errstate(invalid="ignore"):  # runs that diverged have infinite losses
             mean, spread, steps = found.mean(0), found.std(0), range(found.shape[1])
-        colour, width = _COLOURS.get(kind, "C0"), 1.4 if kind in _COLOURS else 2.2
+        color, width = _COLORS.get(kind, "C0"), 1.4 if kind in _COLORS else 2.2
         label = _NAMES[kind]
-        if kind in _COLOURS:
+        if kind in _COLORS:
             rate = result["rates"][problem][kind][str(config.horizon)]["mean"]
             label += f", rate {rate:.2g}"
-        axes.plot(steps, mean, color=colour, linewidth=width, label=label)
+        axes.plot(steps, mean, color=color, linewidth=width, label=label)
         low = numpy.maximum(mean - spread, mean / 10)  # what a logarithmic axis can show
-        axes.fill_between(steps, low, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(steps, low, mean + spread, color=color, alpha=0.2, linewidth=0)
     axes.axvline(config.horizon, color="grey", linestyle=":")
     where: Any = ("data", "axes fraction")
     text, at = "end of the training horizon", (config.horizon, 0.98)
     axes.annotate(text, at, xycoords=where, rotation=90, va="top", ha="right", fontsize=7)
     axes.set(xlabel="steps", ylabel=_LOSSES[problem], yscale="log", title=f"unseen {problem}")
     axes.legend()
-    axes.grid(alpha=0.3)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Families of problems that an optimizer is trained for, and is then judged by unseen members of.
+"""Families of problems that an optimizer is trained on, and is tested on unseen members of.
 
 A problem is a start of the model's weights and a batch for each step. Several problems are drawn at
 once: they share the start, and their batches have a leading task axis.

@@ -36,8 +36,11 @@ def curves(
     groups = [{"params": own, "lr": rate} for own, rate in zip(stacks, rates, strict=True)]
     optimizer = KINDS[kind](groups)
 
+    loss = _Loss(family)
+
     def one(weights: list[Tensor], batch: Any) -> Tensor:
-        return _loss(family, dict(zip(names, weights, strict=True)), batch)
+        own = {f"model.{name}": w for name, w in zip(names, weights, strict=True)}
+        return functional_call(loss, own, batch)
 
     losses = []
     for batch in batches:
@@ -50,11 +53,7 @@ def curves(
     return torch.stack(losses, -1)
 
 
-def _loss(family: Family, weights: dict[str, Tensor], batch: Any) -> Tensor:
-    return functional_call(_Measured(family), {f"model.{n}": w for n, w in weights.items()}, batch)
-
-
-class _Measured(torch.nn.Module):
+class _Loss(torch.nn.Module):
     """The loss as a forward, which is what ``functional_call`` calls."""
 
     def __init__(self, family: Family) -> None:
@@ -65,7 +64,7 @@ class _Measured(torch.nn.Module):
         return self.of(self.model, batch)
 
 
-def measured(curve: Tensor, horizon: int, metric: str) -> Tensor:
+def measure(curve: Tensor, horizon: int, metric: str) -> Tensor:
     """The mean loss over the steps of the horizon, or the loss after them. [..., steps] -> [...]"""
     return curve[..., :horizon].mean(-1) if metric == "mean" else curve[..., horizon]
 
@@ -79,7 +78,7 @@ def best_rates(found: Tensor, horizons: Sequence[int]) -> dict[str, dict[str, fl
 
 
 def _best(found: Tensor, horizon: int, metric: str) -> float:
-    values = measured(found, horizon, metric).mean(-1)
+    values = measure(found, horizon, metric).mean(-1)
     # A rate that diverged, in any problem, is no choice.
     sound = found[..., : horizon + 1].isfinite().all(-1).all(-1)
     values = torch.where(sound, values, math.inf)

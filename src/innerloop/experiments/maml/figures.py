@@ -1,4 +1,4 @@
-"""Pictures of a few-shot run: its accuracy, what it learned of the optimizer, some test tasks."""
+"""Figures of a few-shot run: accuracy, learned settings, some test tasks."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from innerloop.data import Sampler
+from innerloop.experiments.framework.figures import plot_by_depth, save, single
 
 _SHOWN = 3  # tasks
 _QUERIES = 5  # of each
 
 
 def draw(training: Any, folder: Path, result: dict[str, Any]) -> None:
-    """All of them, into the folder of the run."""
+    """Saves all of them into the folder of the run."""
     records = training.records
-    _save(accuracy(records, result, training.config.way), folder / "accuracy.png")
+    save(accuracy(records, result, training.config.way), folder / "accuracy.png")
     for name in records[-1]["learned"]:
-        _save(learned(name, records), folder / f"learned-{name}.png")
-    _save(episodes(training), folder / "episodes.png")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight")
+        save(learned(name, records), folder / f"learned-{name}.png")
+    save(episodes(training), folder / "episodes.png")
 
 
 def accuracy(records: list[dict[str, Any]], result: dict[str, Any], way: int) -> Figure:
     """Validation accuracy after each epoch, and the test accuracy."""
-    figure = Figure(figsize=(6, 3.6))
-    axes = figure.subplots()
+    figure, axes = single(6, 3.6)
     x = [r["iteration"] for r in records]
     axes.plot(x, [100 * r["val_accuracy"] for r in records], marker=".", label="validation")
     test, interval = 100 * result["accuracy"], 100 * result["interval"]
@@ -41,12 +35,11 @@ def accuracy(records: list[dict[str, Any]], result: dict[str, Any], way: int) ->
     axes.axhline(100 / way, color="grey", linestyle=":", label="chance")
     axes.set(xlabel="meta-updates", ylabel="accuracy in %")
     axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
     return figure
 
 
 def learned(name: str, records: list[dict[str, Any]]) -> Figure:
-    """A learned setting over time, a line for each group, coloured by depth."""
+    """A learned setting over time, a line for each group, colored by depth."""
     x = [r["iteration"] for r in records]
     # [epochs, (steps or coefficients), groups]
     values = numpy.array([r["learned"][name] for r in records])
@@ -58,10 +51,7 @@ def learned(name: str, records: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(max(3.2 * count, 5), 3.4), layout="constrained")
     alike = name != "betas"  # The second beta moves in thousandths.
     for k, axes in enumerate(figure.subplots(1, count, sharey=alike, squeeze=False)[0]):
-        groups = panels.shape[2]
-        for g in range(groups):
-            colour = colormaps["viridis"](g / max(groups - 1, 1))
-            axes.plot(x, panels[:, k, g], color=colour, linewidth=1)
+        plot_by_depth(axes, x, panels[:, k])
         axes.set(xlabel="meta-updates", title=titles[k])
         axes.grid(alpha=0.3)
     figure.suptitle(f"learned {name}, from the first layer (dark) to the last (bright)")
@@ -75,13 +65,13 @@ def _titles(name: str, count: int, dims: int) -> list[str]:
 
 
 def episodes(training: Any) -> Figure:
-    """Support sets of some test tasks, and queries with what the adapted model says."""
+    """Support sets of some test tasks, and queries with the predictions of the adapted model."""
     c = training.config
     sampler = Sampler(
         training.splits.test, way=c.way, shot=c.shot, query=c.query, tasks=_SHOWN, seed=c.seed
     )
     episode = sampler.sample()
-    said = training.learner.probabilities(episode).argmax(-1)
+    predicted = training.learner.probabilities(episode).argmax(-1)
     columns = c.way + _QUERIES
     figure = Figure(figsize=(0.9 * columns, 1.15 * _SHOWN))
     grid = figure.subplots(_SHOWN, columns, squeeze=False)
@@ -94,14 +84,16 @@ def episodes(training: Any) -> Figure:
         for k, axes in enumerate(row[: c.way]):
             _show(axes, x[firsts[k]], f"class {k + 1}", "black")
         for axes, i in zip(row[c.way :], range(0, len(qx), step), strict=False):
-            right = bool(said[task, i] == qy[i])
-            _show(axes, qx[i], f"says {int(said[task, i]) + 1}", "green" if right else "red")
+            right = bool(predicted[task, i] == qy[i])
+            _show(
+                axes, qx[i], f"predicted {int(predicted[task, i]) + 1}", "green" if right else "red"
+            )
     figure.suptitle("support (left) and queries (right; green: right, red: wrong)", fontsize=9)
     return figure
 
 
-def _show(axes: Any, image: Any, title: str, colour: str) -> None:
+def _show(axes: Any, image: Any, title: str, color: str) -> None:
     picture = image.permute(1, 2, 0).cpu().numpy()
     low, high = picture.min(), picture.max()
     axes.imshow((picture - low) / max(high - low, 1e-6), cmap="gray")
-    axes.set_title(title, fontsize=7, color=colour)
+    axes.set_title(title, fontsize=7, color=color)

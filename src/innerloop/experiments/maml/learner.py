@@ -29,9 +29,9 @@ STRATEGIES = {"tape": il.Tape, "remat": il.Remat, "binomial": il.Binomial}
 
 
 def step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
-    """How much the loss after each inner step counts: all alike at first, in the end the last.
+    """Weights of the losses after each inner step: equal at first, in the end only the last.
 
-    As MAML++ anneals them over its first epochs.
+    MAML++ anneals them over its first epochs.
 
     >>> step_weights(2, epoch=0, epochs=10)
     [0.5, 0.5]
@@ -105,12 +105,12 @@ class FewShot:
             # Not an end yet: the outer step has to say what becomes of it, on all processes.
             loss = math.nan * torch.stack([p.sum() for p in self.inner.parameters()]).sum()
         self.outer.step(loss, lambda: self.blame(own, ranks.share(total).start))
-        return ranks.summed(loss.detach()).item()
+        return ranks.sum(loss.detach()).item()
 
     def blame(self, episode: Episode, first: int = 0) -> str:
         """The task, step and tensor in which numbers stop being finite, of all processes."""
         own = self._diverging(episode, first)
-        verdicts = [v.decode() for v in self.outer.ranks.gathered((own or "-").encode())]
+        verdicts = [v.decode() for v in self.outer.ranks.gather((own or "-").encode())]
         if found := [verdict for verdict in verdicts if verdict != "-"]:
             return found[0]
         names = [n for n, p in self.inner.named_parameters() if _broken(p.grad)]
@@ -140,7 +140,7 @@ class FewShot:
 
     @torch.no_grad()
     def _diverges(self, task: Episode) -> int | None:
-        """In which step, if it does."""
+        """The step in which adaptation diverges; ``None`` if it does not."""
         for step in range(1, self.steps + 1):
             try:
                 with self.outer.autocast():
@@ -166,34 +166,35 @@ class FewShot:
 
     @torch.no_grad()
     def probabilities(self, episode: Episode, measured: int | None = None) -> Tensor:
-        """What the adapted models say of the queries. [tasks, queries, way]
+        """Predictions of the adapted models for the queries. [tasks, queries, way]
 
-        Of a task that diverges, that all classes are as likely; such tasks are counted, among the
-        first so many.
+        A task that diverges gets equal probabilities; of the first ``measured`` tasks, these are
+        counted in ``diverged``.
         """
         self._warm()
         ranks, total = self.outer.ranks, len(episode.support.y)
         own = episode.tasks(ranks.share(total)).to(self.dtype)
         try:
-            said = self._said(own)
+            predicted = self._predict(own)
         except DivergedError:
-            said = torch.cat([self._one_said(own, task) for task in range(len(own.support.y))])
-        said = ranks.assembled(said, total)
-        broken = ~said.isfinite().flatten(1).all(1)
-        said[broken] = 1 / said.shape[-1]
+            each = range(len(own.support.y))
+            predicted = torch.cat([self._predict_task(own, task) for task in each])
+        predicted = ranks.assemble(predicted, total)
+        broken = ~predicted.isfinite().flatten(1).all(1)
+        predicted[broken] = 1 / predicted.shape[-1]
         self.diverged += int(broken[:measured].sum())
-        return said
+        return predicted
 
-    def _said(self, episode: Episode) -> Tensor:
+    def _predict(self, episode: Episode) -> Tensor:
         with self.outer.autocast():
             adapted = self.inner.adapt([tuple(episode.support)] * self.steps, tasks=self.way)
             return adapted(episode.query.x).to(self.dtype).softmax(-1)
 
-    def _one_said(self, episode: Episode, task: int) -> Tensor:
-        """What the model adapted to one of the tasks says; NaN if it diverges."""
+    def _predict_task(self, episode: Episode, task: int) -> Tensor:
+        """Predictions of the model adapted to one of the tasks; NaN if it diverges."""
         one = episode.tasks(slice(task, task + 1))
         try:
-            return self._said(one)
+            return self._predict(one)
         except DivergedError:
             way = int(one.query.y.max()) + 1
             return one.query.x.new_full((*one.query.y.shape, way), math.nan)

@@ -60,7 +60,7 @@ class Outer:
                 torch.nn.utils.clip_grads_with_norm_(params, self.clip, norm)
             self._scaler.step(self.optimizer)
         else:
-            finite = bool(self.ranks.summed(loss.detach()).isfinite())
+            finite = bool(self.ranks.sum(loss.detach()).isfinite())
             self._leave_out(blame, scaled=finite and self._scaler.get_scale() > _LEAST_SCALE)
         self._scaler.update()
         if self._scaler.is_enabled() and self._scaler.get_scale() < _LEAST_SCALE:

@@ -1,7 +1,4 @@
-"""Few-shot classification by MAML++, over models and inner optimizers.
-
-``innerloop maml`` trains, keeps everything in a folder, and ends with the accuracy on test tasks.
-"""
+"""One run of MAML++, from its settings to the accuracy on test tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +16,26 @@ from torch import Tensor
 
 from innerloop import data, models
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import refuse
-from innerloop.experiments.framework.experiment import Experiment, command
+from innerloop.experiments.framework.experiment import Experiment
 from innerloop.experiments.framework.ranks import Ranks, local_device
+from innerloop.experiments.framework.settings import refuse
+from innerloop.experiments.maml import figures
 from innerloop.experiments.maml.learner import FewShot, step_weights
-from innerloop.experiments.maml.settings import Config, configured
+from innerloop.experiments.maml.settings import Config
 
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
 
 
 @contextlib.contextmanager
-def _said_of(what: str) -> Iterator[None]:
+def _prefix_errors(what: str) -> Iterator[None]:
     try:
         yield
     except InnerLoopError as error:
         raise InnerLoopError(f"{what}. {error}") from error
 
 
-def loaded(config: Config, device: str = "cpu") -> data.Splits:
-    """The pictures of a run."""
+def load_images(config: Config, device: str = "cpu") -> data.Splits:
+    """The images of a run."""
     scaled = {} if config.size is None else {"size": config.size}
     return data.load(config.dataset, root=config.data, seed=config.seed, device=device, **scaled)
 
@@ -46,16 +44,16 @@ class Training(Experiment):
     """One run from its configuration to its result."""
 
     def __init__(self, config: Config, splits: data.Splits | None = None) -> None:
-        """With the data of the settings, or with ``splits`` that were read already."""
+        """Reads the data of the settings, unless its ``splits`` are given."""
         self.config = config
         device = local_device(config.device)
-        self.splits = splits = loaded(config, device) if splits is None else splits
+        self.splits = splits = load_images(config, device) if splits is None else splits
         shape = splits.train.pixels.shape
         if shape[-2] != shape[-1]:
             raise InnerLoopError(
-                f"The pictures are {shape[-2]} high and {shape[-1]} wide. Needed are square ones, "
-                "since a model is built for one size. Cut them, or write --size 84 to have the "
-                "pictures of a folder scaled."
+                f"The images are {shape[-2]} high and {shape[-1]} wide. Needed are square ones, "
+                "since a model is built for one size. Crop them, or write --size 84 to resize "
+                "the images of a folder."
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -85,7 +83,7 @@ class Training(Experiment):
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
         for name, images in self._named_splits:  # too few classes are noticed before any work
-            with _said_of(f"The {name} split cannot be used"):
+            with _prefix_errors(f"The {name} split cannot be used"):
                 self._sampler(images, 1, 0)
         self.sampler = self._sampler(splits.train, config.tasks, config.seed)
         self.losses: list[float] = []
@@ -137,14 +135,14 @@ class Training(Experiment):
 
     @property
     def _measured(self) -> dict[str, str]:
-        """The pictures that are only measured, by their checksums; the sampler knows its own."""
+        """Checksums of the images that are not trained on; the sampler checks its own."""
         return {name: images.digest for name, images in self._named_splits if name != "train"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, digest in self._measured.items():
             if state["measured"][name] != digest:
                 raise InnerLoopError(
-                    f"The {name} pictures are not those that the run was started with: accuracies "
+                    f"The {name} images are not those that the run was started with: accuracies "
                     "before and after could not be compared. Put the old ones back, or name their "
                     "folder with --data."
                 )
@@ -222,19 +220,19 @@ class Training(Experiment):
         self.best = best[: self.config.ensemble]
 
     def probabilities(self, images: Any, tasks: int, seed: int) -> tuple[Tensor, Tensor]:
-        """What the learner says of the same tasks each time, and the labels."""
+        """Predictions for tasks that are the same each time, and the labels."""
         sampler = self._sampler(images, min(tasks, self.config.tasks), seed)
-        said, labels = [], []
-        while (left := tasks - sum(map(len, said))) > 0:
+        predicted, labels = [], []
+        while (left := tasks - sum(map(len, predicted))) > 0:
             episode = sampler.sample()
-            said.append(self.learner.probabilities(episode, left))
+            predicted.append(self.learner.probabilities(episode, left))
             labels.append(episode.query[1])
-        return torch.cat(said)[:tasks], torch.cat(labels)[:tasks]
+        return torch.cat(predicted)[:tasks], torch.cat(labels)[:tasks]
 
     def accuracies(self, images: Any, tasks: int, seed: int) -> Tensor:
         """[tasks]"""
-        said, labels = self.probabilities(images, tasks, seed)
-        return (said.argmax(-1) == labels).double().mean(-1)
+        predicted, labels = self.probabilities(images, tasks, seed)
+        return (predicted.argmax(-1) == labels).double().mean(-1)
 
     def result(self) -> dict[str, Any]:
         """The accuracy on test tasks, of the best epochs by validation.
@@ -248,8 +246,8 @@ class Training(Experiment):
         for entry in reversed(self.best):
             self.learner.inner.load_state_dict(entry["learned"])
             self.learner.meta_optimizer.load_state_dict(entry["moments"])
-            said, labels = self.probabilities(self.splits.test, c.test_tasks, _TEST_SEED)
-            total = said if total is None else total + said
+            predicted, labels = self.probabilities(self.splits.test, c.test_tasks, _TEST_SEED)
+            total = predicted if total is None else total + predicted
         assert total is not None
         each = (total.argmax(-1) == labels).double().mean(-1)
         interval = 1.96 * each.std() / math.sqrt(len(each))
@@ -267,11 +265,9 @@ class Training(Experiment):
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        from innerloop.experiments.maml import figures as _few_shot_figures
+        figures.draw(self, folder, result)
 
-        _few_shot_figures.draw(self, folder, result)
-
-    def told(self, result: dict[str, Any]) -> str:
+    def describe(self, result: dict[str, Any]) -> str:
         c = self.config
         skipped = f" Left out: {result['skipped']} updates." if result["skipped"] else ""
         diverged = result["diverged"]
@@ -284,14 +280,3 @@ class Training(Experiment):
             f"{result['test_tasks']} test tasks, after {result['iterations']} updates in "
             f"{result['seconds']:.0f} s (chance: {100 / c.way:.0f} %).{skipped}"
         )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return command("maml", __doc__, Config, configured, Training, argv, _NEXT)
-
-
-_NEXT = "Next, try another inner optimizer: {innerloop} maml --inner-optim adam --out out/adam"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

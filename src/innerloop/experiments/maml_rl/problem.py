@@ -55,7 +55,7 @@ class Navigation:
             rewards.append(-(here - goal).norm(dim=-1))
         return Episodes(*(torch.stack(parts, 1) for parts in (seen, actions, rewards)))
 
-    def way(self) -> Any:
+    def task_strategy(self) -> Any:
         return il.tasks.vmap()
 
 
@@ -124,7 +124,7 @@ class CartPole:
         world.polemass_length = world.masspole * world.length
         return world
 
-    def way(self) -> Any:
+    def task_strategy(self) -> Any:
         return il.tasks.loop()
 
 

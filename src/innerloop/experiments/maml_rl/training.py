@@ -1,92 +1,23 @@
-"""MAML for reinforcement learning: policies that adapt to a new goal, or new physics, by a step.
-
-``innerloop maml-rl`` meta-trains a policy for every seed and measures its return on held-out tasks
-before adaptation and after 1, 2 and 3 steps.
-"""
+"""Policies of all seeds, and their returns on held-out tasks."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import innerloop as il
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import check_choice, refuse
-from innerloop.experiments.framework.experiment import command
 from innerloop.experiments.framework.parts import Part, Parts
+from innerloop.experiments.maml_rl import figures
 from innerloop.experiments.maml_rl.problem import WORLDS
+from innerloop.experiments.maml_rl.settings import TEST_SEED, Config
 from innerloop.policies import expected_return
 
-MEASURED = 3
-"""Steps of adaptation that are measured."""
-_TEST_SEED = 1_000_003
 _LARGEST = 10.0  # norm of the meta-gradient: an unlucky estimate shall not undo many others
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of a run; each is also a flag."""
-
-    world: Annotated[str, f"one of {', '.join(WORLDS)}"] = "navigation"
-    seeds: Annotated[int, "policies, each meta-trained from a seed of its own"] = 5
-    seed: Annotated[int, "the first of the seeds"] = 0
-    iterations: Annotated[int, "meta-updates of each policy"] = 100
-    tasks: Annotated[int, "tasks in a meta-batch"] = 20
-    episodes: Annotated[int, "episodes for each gradient"] = 20
-    horizon: Annotated[int, "actions in an episode"] = 20
-    steps: Annotated[int, "inner steps in meta-training; 0 trains for all tasks at once"] = 1
-    hidden: Annotated[int, "width of the policy's net"] = 64
-    inner_lr: Annotated[float, "inner learning rate, before it is learned"] = 0.05
-    meta_lr: Annotated[float, "learning rate of the outer Adam"] = 3e-3
-    discount: Annotated[float, "how much a reward one step later counts"] = 0.99
-    decay: Annotated[float, "of the memory in the surrogate: 1 is DiCE, 0 forgets"] = 1.0
-    test_tasks: Annotated[int, "held-out tasks for each seed"] = 40
-    test_episodes: Annotated[int, "episodes by which a return is measured"] = 40
-    out: Annotated[Path, "folder of the run"] = Path("out/maml-rl")
-
-    def __post_init__(self) -> None:
-        check_choice("world", self.world, tuple(WORLDS))
-        least = dict.fromkeys(("seeds", "iterations", "tasks", "horizon", "hidden"), 1)
-        least |= {"seed": 0, "steps": 0, "episodes": 2, "test_tasks": 2, "test_episodes": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                refuse(name, getattr(self, name), f"at least {low}")
-        for name in ("inner_lr", "meta_lr"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                refuse(name, value, "a number above 0")
-        for name in ("discount", "decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                refuse(name, getattr(self, name), "between 0 and 1")
-        if self.seed + self.seeds > _TEST_SEED:
-            refuse("seed", self.seed, f"such that all seeds are below {_TEST_SEED}")
-
-
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "paper": {
-        "navigation": {"iterations": 500, "horizon": 100, "hidden": 100, "inner_lr": 0.01},
-        "cartpole": {"iterations": 500, "horizon": 200, "inner_lr": 0.1, "meta_lr": 0.01},
-    },
-    "quick": {
-        "navigation": {},
-        "cartpole": {"seeds": 3, "iterations": 60, "tasks": 8, "horizon": 100, "hidden": 32}
-        | {"inner_lr": 0.1, "meta_lr": 0.01, "test_tasks": 20, "test_episodes": 20},
-    },
-}
-
-
-def configured(given: dict[str, Any], preset: str) -> Config:
-    """The preset of the world with what was written instead."""
-    world = given.get("world", Config.world)
-    check_choice("preset", preset, tuple(PRESETS))
-    check_choice("world", world, tuple(WORLDS))
-    return Config(**{**PRESETS[preset][world], **given})
 
 
 def halved_later(step: int) -> float:
@@ -95,7 +26,9 @@ def halved_later(step: int) -> float:
 
 
 class Learner(Part):
-    """A policy in a family of worlds, the inner loop that adapts it, and what trains both."""
+    """A policy in a family of worlds, the inner loop that adapts it, the meta-optimizer."""
+
+    saved = ("inner", "meta_optimizer", "generator", "earned")
 
     def __init__(self, config: Config, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -111,7 +44,7 @@ class Learner(Part):
             self.loss,
             learn={"init": True, "lr": rates},
             schedule=halved_later,
-            tasks=self.world.way(),
+            tasks=self.world.task_strategy(),
         )
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
         self.generator = torch.Generator().manual_seed(seed)
@@ -176,32 +109,18 @@ class Learner(Part):
 
     def returns(self) -> Tensor:
         """On held-out tasks, before adaptation and after each of its steps. [steps + 1, tasks]"""
-        c, made = self.config, torch.Generator().manual_seed(self.seed + _TEST_SEED)
+        c, made = self.config, torch.Generator().manual_seed(self.seed + TEST_SEED)
         tasks = self.world.tasks(c.test_tasks, made)
-        train = self.batches(tasks, MEASURED, made)
+        train = self.batches(tasks, figures.MEASURED, made)
         rows = []
-        for steps in range(MEASURED + 1):
+        for steps in range(figures.MEASURED + 1):
             (val,) = self.batches(tasks, 1, made, c.test_episodes)
             adapted = self.policies(train[:steps], c.test_tasks)
             own = [self.world.sample(p, _of(val, t)) for t, p in enumerate(adapted)]
             rows.append(torch.stack([found.rewards.sum(-1).mean() for found in own]))
         return torch.stack(rows).double()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "inner": self.inner.state_dict(),
-            "meta_optimizer": self.meta_optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "earned": self.earned,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state["inner"])
-        self.meta_optimizer.load_state_dict(state["meta_optimizer"])
-        self.generator.set_state(state["generator"])
-        self.earned = state["earned"]
-
-    def kept(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return self.state_dict()
 
 
@@ -221,14 +140,14 @@ class Training(Parts):
 
     @property
     def curves(self) -> list[list[float]]:
-        """For each seed, what its policy earns after adaptation, at every update."""
-        return [kept["earned"] for kept in self.kept]
+        """For each seed, the return after adaptation at every update."""
+        return [outcome["earned"] for outcome in self.outcomes]
 
     @property
     def learner(self) -> Learner:
         """The last one, as it ended."""
         learner = self.make(self.config.seeds - 1)
-        learner.load_state_dict(self.kept[-1])
+        learner.load_state_dict(self.outcomes[-1])
         return learner
 
     def result(self) -> dict[str, Any]:
@@ -243,13 +162,11 @@ class Training(Parts):
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        from innerloop.experiments.maml_rl import figures as _maml_rl_figures
+        figures.draw(self, folder, result)
 
-        _maml_rl_figures.draw(self, folder, result)
-
-    def told(self, result: dict[str, Any]) -> str:
+    def describe(self, result: dict[str, Any]) -> str:
         c = self.config
-        steps = [f"{s} step{'s' * (s > 1)}" for s in range(1, MEASURED + 1)]
+        steps = [f"{s} step{'s' * (s > 1)}" for s in range(1, figures.MEASURED + 1)]
         lines = [_line("seed", ["before", *steps])]
         for one in result["seeds"]:
             pairs = zip(one["returns"], one["intervals"], strict=True)
@@ -266,14 +183,3 @@ class Training(Parts):
 
 def _line(first: object, cells: list[str]) -> str:
     return f"{first!s:>6}" + "".join(f"{cell:>16}" for cell in cells)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return command("maml-rl", __doc__, Config, configured, Training, argv, _NEXT)
-
-
-_NEXT = "Next, balance poles: {innerloop} maml-rl --world cartpole --out out/maml-rl-cartpole"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import innerloop as il
 from innerloop.errors import DivergedError
 from innerloop.experiments.framework.parts import Part
-from innerloop.experiments.meta_lr.images import Pictures, batch, drawn, stream
+from innerloop.experiments.meta_lr.images import Split, batch, draw_rows, stream
 from innerloop.models import DenseNetBC
 
 LEARNING = ("meta", "discarded")
@@ -72,11 +72,13 @@ def parameter_groups(model: DenseNetBC, how: str) -> list[dict[str, Any]]:
 class Cell(Part):
     """A model in training. ``config`` is that of the experiment, ``steps`` those of an epoch."""
 
-    def __init__(self, config: Any, arm: str, seed: int, pictures: Pictures, steps: int) -> None:
-        self.config, self.arm, self.seed, self.pictures = config, arm, seed, pictures
+    saved = ("loss", "error", "diverged", "model", "optimizer")
+
+    def __init__(self, config: Any, arm: str, seed: int, images: Split, steps: int) -> None:
+        self.config, self.arm, self.seed, self.images = config, arm, seed, images
         self.steps = steps
         self.error: float | None = None
-        """On the test pictures, after the last epoch."""
+        """On the test images, after the last epoch."""
         self.diverged = False
         """Then nothing more is done."""
         with torch.random.fork_rng(devices=[]):
@@ -92,6 +94,7 @@ class Cell(Part):
         if arm in LEARNING:
             self.inner = self._inner()
             self.meta_optimizer = self._meta_optimizer(self.inner)
+            self.saved = (*self.saved, "inner", "meta_optimizer")
 
     def _optimizer(self) -> torch.optim.Optimizer:
         c = self.config
@@ -124,24 +127,9 @@ class Cell(Part):
             groups.append({"params": [p], "lr": c.meta_lr if plain else c.chosen_meta_lr_log})
         return torch.optim.Adam(groups)
 
-    # --- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        if self.inner is not None:
-            parts |= {"inner": self.inner, "meta_optimizer": self.meta_optimizer}
-        states = {name: part.state_dict() for name, part in parts.items()}
-        own = {"loss": self.loss, "error": self.error, "diverged": self.diverged}
-        return own | states
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss, self.error = float(state["loss"]), state["error"]
-        self.diverged = state["diverged"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.inner is not None:
-            self.inner.load_state_dict(state["inner"])
-            self.meta_optimizer.load_state_dict(state["meta_optimizer"])
+        super().load_state_dict(state)
+        self.loss = float(self.loss)
 
     # --- work ---------------------------------------------------------------------------------
 
@@ -163,12 +151,12 @@ class Cell(Part):
 
     def step(self, epoch: int, number: int) -> float:
         """One ordinary step on the batch of this number in this epoch."""
-        c, train = self.config, self.pictures.train
+        c, train = self.config, self.images.train
         order = torch.randperm(len(train.labels), generator=stream(self.seed, "order", epoch))
         rows = order[number * c.batch : (number + 1) * c.batch]
         chance = stream(self.seed, "augmentation", epoch, number) if c.augment else None
         self.optimizer.zero_grad()
-        value = loss(self.model, batch(train, rows, self.pictures, chance))
+        value = loss(self.model, batch(train, rows, self.images, chance))
         value.backward()
         self.optimizer.step()
         self.loss += value.item()
@@ -176,7 +164,7 @@ class Cell(Part):
         return value.item()
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
-        """Meta-update or schedule; what the epoch came to."""
+        """Meta-update or schedule; the record of the epoch."""
         found: dict[str, Any] = {"arm": self.arm, "seed": self.seed, "epoch": epoch + 1}
         found |= {"train_loss": self.loss / self.steps, "test_error": self.test_error(epoch)}
         self.loss = 0.0
@@ -204,24 +192,24 @@ class Cell(Part):
 
     def meta_batches(self, epoch: int) -> tuple[list[Any], list[Any]]:
         """Small augmented training batches for the inner steps, and plain validation batches."""
-        c, p = self.config, self.pictures
+        c, p = self.config, self.images
         chance = stream(self.seed, "meta", epoch)
-        rows = drawn(len(p.train.labels), c.meta_batch, c.meta_steps, chance)
+        rows = draw_rows(len(p.train.labels), c.meta_batch, c.meta_steps, chance)
         train = [batch(p.train, r, p, chance if c.augment else None) for r in rows]
-        rows = drawn(len(p.val.labels), c.meta_batch, c.val_batches, chance)
+        rows = draw_rows(len(p.val.labels), c.meta_batch, c.val_batches, chance)
         return train, [batch(p.val, r, p, None) for r in rows]
 
     @torch.no_grad()
     def test_error(self, epoch: int) -> float:
-        """The share of test pictures that are classified wrongly, by running statistics."""
+        """The share of test images that are misclassified, with running statistics."""
         self.model.eval()
-        test, wrong = self.pictures.test, 0
+        test, wrong = self.images.test, 0
         for rows in torch.arange(len(test.labels)).split(_TEST_BATCH):
-            images, labels = batch(test, rows, self.pictures, None)
-            said = self.model(images)
+            images, labels = batch(test, rows, self.images, None)
+            predicted = self.model(images)
             # The last step may be the one that diverged; argmax would make classes of NaN.
-            self._check(said.sum().item(), epoch)
-            wrong += int((said.argmax(1) != labels).sum())
+            self._check(predicted.sum().item(), epoch)
+            wrong += int((predicted.argmax(1) != labels).sum())
         self.model.train()
         return wrong / len(test.labels)
 

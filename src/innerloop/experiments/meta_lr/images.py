@@ -1,4 +1,4 @@
-"""Labelled pictures for ordinary training: split, normalized, flipped and shifted; all seeded."""
+"""Labelled images for ordinary training: split, normalized, flipped and shifted; all seeded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.experiments.meta_lr.shapes import coloured_shapes
 
 SHIFT = 4  # pixels
-_CHUNK = 10_000  # pictures
+_CHUNK = 10_000  # images
 SYNTHETIC = "coloured shapes (synthetic)"
 
 
-class Pictures(NamedTuple):
+class Split(NamedTuple):
     """Three parts of a dataset, and the mean and deviation of the colours of the first."""
 
     train: Labelled
@@ -45,7 +45,7 @@ def stream(*key: object) -> torch.Generator:
 
 
 def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelled, str]:
-    """Training and test pictures: CIFAR-10 where a folder is named, else so many shapes."""
+    """Training and test images: CIFAR-10 where a folder is named, else synthetic shapes."""
     if root is not None:
         found = data.cifar10(root, device=device)
         count = len(found.train.labels)
@@ -58,27 +58,27 @@ def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelle
 
 
 def digest(*parts: tuple[Tensor, Tensor]) -> str:
-    """A short checksum of pictures and their labels."""
-    told = [list(images.shape) for images, _ in parts]
-    return checksum(told, *(tensor for part in parts for tensor in part))
+    """A short checksum of images and their labels."""
+    shapes = [list(images.shape) for images, _ in parts]
+    return checksum(shapes, *(tensor for part in parts for tensor in part))
 
 
-def split(train: Labelled, test: Labelled, part: float, seed: int) -> Pictures:
-    """Hold a part of the training pictures out, others for every seed."""
+def split(train: Labelled, test: Labelled, part: float, seed: int) -> Split:
+    """Holds a part of the training images out, others for every seed."""
     order = torch.randperm(len(train.labels), generator=stream(seed, "split"))
     held = round(part * len(order))
     if not 0 < held < len(order):
         raise InnerLoopError(
             four_part(
-                f"You hold out {part:g} of {len(order)} pictures for validation.",
-                "at least one picture in each part.",
-                "the meta-loss is measured on pictures that are not trained on.",
-                "a larger --val-part, or more pictures.",
+                f"You hold out {part:g} of {len(order)} images for validation.",
+                "at least one image in each part.",
+                "the meta-loss is measured on images that are not trained on.",
+                "a larger --val-part, or more images.",
             )
         )
     order = order.to(train.labels.device)
     kept, out = (Labelled(*(t[rows] for t in train)) for rows in (order[held:], order[:held]))
-    return Pictures(kept, out, test, *_statistics(kept.images))
+    return Split(kept, out, test, *_statistics(kept.images))
 
 
 def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,15 +96,15 @@ def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean, deviation
 
 
-def normalized(images: Tensor, pictures: Pictures) -> Tensor:
+def normalize(images: Tensor, parts: Split) -> Tensor:
     """[batch, 3, 32, 32], uint8 to float32 of mean 0 and deviation 1 in each channel."""
-    return (images.float() / 255 - pictures.mean) / pictures.deviation
+    return (images.float() / 255 - parts.mean) / parts.deviation
 
 
-def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every picture mirrored or not, and shifted by up to 4 pixels over zeros.
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Mirrors every other image, by chance, and shifts each by up to 4 pixels over zeros.
 
-    >>> augmented(torch.ones(2, 3, 32, 32), stream(0)).shape
+    >>> augment(torch.ones(2, 3, 32, 32), stream(0)).shape
     torch.Size([2, 3, 32, 32])
     """
     count, _, height, width = images.shape
@@ -122,18 +122,18 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def batch(
-    part: Labelled, rows: Tensor, pictures: Pictures, generator: torch.Generator | None
+    part: Labelled, rows: Tensor, parts: Split, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """These pictures, ready for the model; augmented if there are random numbers for it."""
+    """These images, ready for the model; augmented if there are random numbers for it."""
     rows = rows.to(part.labels.device)
-    images = normalized(part.images[rows], pictures)
-    return images if generator is None else augmented(images, generator), part.labels[rows]
+    images = normalize(part.images[rows], parts)
+    return images if generator is None else augment(images, generator), part.labels[rows]
 
 
-def drawn(count: int, size: int, batches: int, generator: torch.Generator) -> list[Tensor]:
-    """Rows of so many batches: all are used before one comes again.
+def draw_rows(count: int, size: int, batches: int, generator: torch.Generator) -> list[Tensor]:
+    """Rows of some batches: all are used before one comes again.
 
-    >>> [len(rows) for rows in drawn(10, 4, 3, stream(0))]
+    >>> [len(rows) for rows in draw_rows(10, 4, 3, stream(0))]
     [4, 4, 4]
     """
     rounds = -(-size * batches // count)

@@ -16,11 +16,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import Parser, place
+from innerloop.experiments.framework.command_line import WRONG, Parser, path
 from innerloop.experiments.report.figures import series
 from innerloop.experiments.report.page import page, printable
 from innerloop.experiments.report.runs import FoundRun, Remark, read_runs
-from innerloop.experiments.report.tables import NOTE, Table, appendix, averaged, table_1
+from innerloop.experiments.report.tables import NOTE, Table, appendix, average, table_1
 
 _WIDTH = 170
 
@@ -38,15 +38,15 @@ def report(folders: Sequence[Path], out: Path | None) -> str:
 
 def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundRun]]:
     runs, remarks = read_runs(folders)
-    ours = averaged(runs, remarks)
-    remarks += _undrawable(runs)
+    ours = average(runs, remarks)
+    remarks += _remarks_on_settings(runs)
     tables = (table_1(ours), appendix(ours))
     summary = _summary(runs)
     if out is not None:
         _write(out, page(summary, tables, runs, remarks))
     text = "\n".join(
         [
-            *[_printed(table) for table in tables],
+            *[_print_table(table) for table in tables],
             NOTE,
             summary,
             *[printable(f"Remark: {remark.folder} {remark.text}") for remark in remarks],
@@ -55,7 +55,7 @@ def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundR
     return text, runs
 
 
-def _undrawable(runs: Sequence[FoundRun]) -> list[Remark]:
+def _remarks_on_settings(runs: Sequence[FoundRun]) -> list[Remark]:
     failed = {run.folder: series(run)[1] for run in runs}
     text = "has learned settings that are no numbers: "
     return [Remark(folder, text + ", ".join(names)) for folder, names in failed.items() if names]
@@ -66,7 +66,7 @@ def _summary(runs: Sequence[FoundRun]) -> str:
     return f"{len(runs)} run{'s' * (len(runs) != 1)}, {finished} finished."
 
 
-def _printed(table: Table) -> str:
+def _print_table(table: Table) -> str:
     shown = RichTable(title=Text(table.title), title_justify="left")
     for word in table.head:
         # Narrow enough for a terminal; long names go on in the next line.
@@ -91,16 +91,16 @@ def _write(out: Path, html: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it from the command line. The exit code is 1 if there was no run to report."""
     parser = Parser("innerloop report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=place, metavar="RUNS", help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=path, metavar="RUNS", help="folders of runs")
     parser.add_argument(
-        "--out", type=place, default=Path("out/report.html"), help="the page (out/report.html)"
+        "--out", type=path, default=Path("out/report.html"), help="the page (out/report.html)"
     )
     args = parser.parse_args(argv)
     try:
         text, runs = _report(args.runs, args.out)
     except InnerLoopError as error:
         print(error, file=sys.stderr)
-        return 2
+        return WRONG
     print(text)
     print(f"Page: {args.out}")
     return 0 if runs else 1

@@ -37,7 +37,7 @@ class Mean(NamedTuple):
     std: float | None
     seeds: int
     flawed: bool
-    """Whether a run left out updates, or guessed at test tasks."""
+    """A run left out updates, or guessed at test tasks."""
 
     @property
     def star(self) -> str:
@@ -52,7 +52,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def averaged(runs: Sequence[FoundRun], remarks: list[Remark]) -> dict[Setup, Mean]:
+def average(runs: Sequence[FoundRun], remarks: list[Remark]) -> dict[Setup, Mean]:
     """The mean over the seeds of each setup, among runs with the same settings otherwise.
 
     Where a setup was run with several settings, those with most seeds count, then those that came
@@ -94,10 +94,10 @@ def table_1(ours: dict[Setup, Mean]) -> Table:
         ["MAML++ (paper's base)", *[pair(*BASE[c]) for c in CELLS]],
         ["MAML++ (paper's best)", *[pair(*BEST[c]) for c in CELLS]],
         ["", *[with_optimizer(*BEST_SETUP[c]) for c in CELLS]],
-        ["innerloop (base)", *map(_shown, base)],
+        ["innerloop (base)", *map(_text, base)],
         ["  seeds", *map(_seeds, base)],
         ["  difference", *[_difference(m, BASE[c]) for m, c in zip(base, CELLS, strict=True)]],
-        ["innerloop (best)", *map(_shown, best)],
+        ["innerloop (best)", *map(_text, best)],
         ["  seeds", *map(_seeds, best)],
         ["  difference", *[_difference(m, BEST[c]) for m, c in zip(best, CELLS, strict=True)]],
         ["", *[NONE if m is None else with_optimizer(*m.setup[3:]) for m in best]],
@@ -157,7 +157,7 @@ def pair(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def _shown(mean: Mean | None) -> str:
+def _text(mean: Mean | None) -> str:
     return NONE if mean is None else pair(mean.mean, mean.std) + mean.star
 
 

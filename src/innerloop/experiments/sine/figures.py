@@ -1,4 +1,4 @@
-"""The picture of the sine experiment: nets that adapt."""
+"""The figure of the sine experiment: nets that adapt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Predicts = Callable[[Sines, int], Tensor]
 
 
 def small_middle_large(sines: Sines) -> Sines:
-    """Pick sines to draw by their height alone (its quartiles), whatever the nets make of them."""
+    """Picks sines to draw by their height alone (its quartiles), whatever the nets predict."""
     count = len(sines.query[1])
     by_height = sines.query[1].abs().amax(dim=(1, 2)).argsort()
     chosen = by_height[[count * quarter // 4 for quarter in (1, 2, 3)]]
@@ -26,7 +26,7 @@ def small_middle_large(sines: Sines) -> Sines:
 
 
 def draw_fits(adapters: dict[str, Predicts], sines: Sines) -> Figure:
-    """Draw each net (row) adapting to each sine (column)."""
+    """Draws each net (row) adapting to each sine (column)."""
     styles = {
         0: {"color": "0.6", "linestyle": ":", "label": "before adaptation"},
         1: {"color": "tab:orange", "linestyle": "--", "label": "after 1 step"},

@@ -14,7 +14,7 @@ LOW, HIGH = -5.0, 5.0
 
 
 class Sines(NamedTuple):
-    """Tasks: points to adapt on, and points to be judged on, as (x, y). [tasks, points, 1] each."""
+    """Support and query points of tasks, as (x, y). [tasks, points, 1] each."""
 
     support: tuple[Tensor, Tensor]
     query: tuple[Tensor, Tensor]
@@ -27,7 +27,7 @@ class Sines(NamedTuple):
 def draw_sines(
     generator: torch.Generator, tasks: int, *, shots: int = SHOTS, query: Tensor | None = None
 ) -> Sines:
-    """Draw sine waves and their support points; the query points too, unless they are given."""
+    """Draws sine waves and their support points; the query points too, unless they are given."""
 
     def uniform(points: int) -> Tensor:
         return torch.rand(tasks, points, 1, generator=generator, dtype=torch.float32)
@@ -44,7 +44,7 @@ def draw_sines(
 
 
 def build_net(seed: int) -> nn.Module:
-    """Build the regression net 1-40-40-1 of the MAML paper, with the weights of this seed."""
+    """Builds the regression net 1-40-40-1 of the MAML paper, with the weights of this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(

@@ -1,28 +1,20 @@
-"""MAML on sinusoid regression, against a net pre-trained without meta-learning.
-
-A task is one sine wave, amplitude in [0.1, 5] and phase in [0, pi], seen through ten support
-points. Both nets start from the same weights, see the same tasks and take the same number of
-outer updates. The first is trained so that a few gradient steps on the support points make it
-fit that sine (MAML, Finn et al. 2017), and the learning rate of these steps is learned with it. The
-second is trained to predict all sines at once. Then both adapt to sines they have never seen, the
-second with the rate that suits it best.
-"""
+"""Meta-training and pre-training on sines, and the comparison of both nets."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import innerloop as il
-from innerloop.experiments.framework.command_line import check_choice, refuse
-from innerloop.experiments.framework.experiment import Experiment, command
+from innerloop.experiments.framework.experiment import Experiment
 from innerloop.experiments.framework.ranks import ALONE, Ranks
+from innerloop.experiments.framework.settings import refuse
+from innerloop.experiments.sine import figures
 from innerloop.experiments.sine.problem import (
     HIGH,
     LOW,
@@ -31,53 +23,14 @@ from innerloop.experiments.sine.problem import (
     draw_sines,
     squared_error,
 )
+from innerloop.experiments.sine.settings import CHOICE_SEED, HELD_OUT_SEED, Config
 
 REPORTED_STEPS = (0, 1, 5, 10)
 # The pre-trained net adapts with the best of these, chosen for each number of steps.
 RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 CHOICE_SINES = 50
-# Keep the held-out sines, and those on which a rate is chosen, apart from each other and from the
-# training sines of every seed a person would type.
-HELD_OUT_SEED = 1_000_003
-CHOICE_SEED = 2_000_003
 MAML, PRETRAINED = "MAML", "pre-trained"
 _WAY = il.tasks.vmap()  # one way always: each rounds differently
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of a run; each is also a flag."""
-
-    seed: Annotated[int, "the same seed gives the same result"] = 0
-    iterations: Annotated[int, "outer updates of each net"] = 1200
-    tasks: Annotated[int, "sines in an outer update"] = 4
-    steps: Annotated[int, "inner gradient steps while meta-learning"] = 1
-    inner_lr: Annotated[float, "learning rate of the inner SGD, before it is learned"] = 0.02
-    meta_lr: Annotated[float, "learning rate of the outer Adam"] = 0.005
-    held_out: Annotated[int, "unseen sines in the final comparison"] = 200
-    out: Annotated[Path, "folder of the run"] = Path("out/sine")
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < HELD_OUT_SEED:
-            refuse("seed", self.seed, f"from 0 to {HELD_OUT_SEED - 1}")
-        for name in ("iterations", "tasks", "steps", "held_out"):
-            least = 3 if name == "held_out" else 1
-            if getattr(self, name) < least:
-                refuse(name, getattr(self, name), f"at least {least}")
-        for name in ("inner_lr", "meta_lr"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                refuse(name, value, "a number above 0")
-
-
-# MAML's own experiment took 70000 updates of 25 tasks.
-PRESETS: dict[str, dict[str, Any]] = {"paper": {"iterations": 70_000, "tasks": 25}, "quick": {}}
-
-
-def configured(given: dict[str, Any], preset: str) -> Config:
-    """The preset with what was written instead."""
-    check_choice("preset", preset, tuple(PRESETS))
-    return Config(**{**PRESETS[preset], **given})
 
 
 # The inner loop that adapts a net, for each number of steps it is to take.
@@ -86,6 +39,8 @@ Adapter = Callable[[int], il.InnerLoop]
 
 class Comparison(Experiment):
     """Updates of the one net, then of the other, then both on unseen sines."""
+
+    saved = ("inner", "meta", "net", "optimizer", "generator", "running")
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -136,32 +91,16 @@ class Comparison(Experiment):
         loss.backward()
         self.ranks.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
-        return self.ranks.summed(loss.detach()).item()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "inner": self.inner.state_dict(),
-            "meta": self.meta.state_dict(),
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "running": self.running,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("inner", "meta", "net", "optimizer"):
-            getattr(self, name).load_state_dict(state[name])
-        self.generator.set_state(state["generator"])
-        self.running = state["running"]
+        return self.ranks.sum(loss.detach()).item()
 
     def unseen(self, first: int, count: int) -> Sines:
-        """Sines that are in no training, judged on a grid."""
+        """Sines that are in no training, with query points on a grid."""
         grid = torch.linspace(LOW, HIGH, 100, dtype=torch.float32).unsqueeze(1)
         generator = torch.Generator().manual_seed(self.config.seed + first)
         return draw_sines(generator, count, query=grid)
 
     def adapters(self) -> tuple[dict[str, Adapter], dict[int, float]]:
-        """How each net adapts, and the best rates of the second."""
+        """The adaptation of each net, and the best rates of the second."""
         adapter, best = with_best_rates(self.net, self.unseen(CHOICE_SEED, CHOICE_SINES))
         return {MAML: lambda steps: self.inner, PRETRAINED: adapter}, best
 
@@ -174,15 +113,13 @@ class Comparison(Experiment):
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        from innerloop.experiments.sine import figures as _sine_figures
-
         sines = self.unseen(HELD_OUT_SEED, self.config.held_out)
         adapters, _ = self.adapters()
         ready = {n: lambda s, steps, a=a: predict(a, s, steps) for n, a in adapters.items()}
-        figure = _sine_figures.draw_fits(ready, _sine_figures.small_middle_large(sines))
+        figure = figures.draw_fits(ready, figures.small_middle_large(sines))
         figure.savefig(folder / "fits.png", dpi=130)
 
-    def told(self, result: dict[str, Any]) -> str:
+    def describe(self, result: dict[str, Any]) -> str:
         found, c = result["mean_squared_error"], self.config
         lines = [f"Mean squared error on {c.held_out} unseen sines, ± half the 95 % interval"]
         lines.append(f"{'':18}" + "".join(f"{name:>18}" for name in found))
@@ -191,11 +128,11 @@ class Comparison(Experiment):
             name = f"after {steps}" if steps else "before adaptation"
             lines.append(f"{name:18}" + "".join(f"{cell:>18}" for cell in cells))
         learned, best = result["learning_rate"].values()
-        said = ", ".join(f"{rate:g} (after {steps})" for steps, rate in best.items())
+        rates = ", ".join(f"{rate:g} (after {steps})" for steps, rate in best.items())
         lines.append(
             f"Learning rates: MAML learned {learned:.4f}, starting from {c.inner_lr:g}. The "
             f"pre-trained net got the best of {len(RATES)} for each number of steps, chosen on "
-            f"other sines: {said}."
+            f"other sines: {rates}."
         )
         return "\n".join(lines)
 
@@ -253,16 +190,3 @@ def evaluate(adapter: Adapter, sines: Sines) -> dict[str, list[float]]:
     error = torch.stack([errors(adapter, sines, steps) for steps in REPORTED_STEPS])
     half_width = 1.96 * error.std(dim=1) / math.sqrt(error.shape[1])
     return {"mean": error.mean(dim=1).tolist(), "interval": half_width.tolist()}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    # Such small tensors gain nothing from more threads, and one thread makes sums reproducible.
-    torch.set_num_threads(1)
-    return command("sine", __doc__, Config, configured, Comparison, argv, _NEXT)
-
-
-_NEXT = "Next, learn to adapt in five steps: {innerloop} sine --steps 5 --out out/sine-5"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -24,22 +24,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from innerloop import data
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import (
-    Parser,
-    as_json,
-    check_choice,
-    flag,
-    parse,
-    place,
-    program,
-    refuse,
-)
-from innerloop.experiments.framework.experiment import STOPPED, WRONG, absolute
+from innerloop.experiments.framework.command_line import WRONG, Parser, parse, path, program
+from innerloop.experiments.framework.experiment import STOPPED, absolute
 from innerloop.experiments.framework.ranks import refuse_group
 from innerloop.experiments.framework.run import Run, Stop, stoppable
-from innerloop.experiments.maml import training as maml
+from innerloop.experiments.framework.settings import Bounds, Choice, as_json, fields, flag, refuse
+from innerloop.experiments.maml.settings import Config
+from innerloop.experiments.maml.training import Training, load_images
 from innerloop.experiments.report.runs import decisive, read_result
-from innerloop.experiments.sweep import ray_engine as _ray_engine
+from innerloop.experiments.sweep import ray_engine
 
 _GRID = {
     "dataset": ["omniglot", "mini-imagenet"],
@@ -51,7 +44,7 @@ _GRID = {
 }
 _CHANGEABLE = ("data", "keep")
 _ENGINES = ("local", "ray")
-_RAY = _ray_engine.Cluster._field_defaults
+_RAY = ray_engine.Cluster._field_defaults
 _GLANCE = 0.5  # seconds between two looks at whether a stop was asked for
 _FIRST = concurrent.futures.FIRST_COMPLETED
 
@@ -103,7 +96,7 @@ def jobs(out: Path, chosen: dict[str, list], preset: str, extra: Sequence[str]) 
         if one["dataset"] == "mini-imagenet" and one["way"] == 20 and len(chosen["way"]) > 1:
             continue
         name = "{dataset}-{way}w{shot}s-{model}-{inner_optim}-seed{seed}".format(**one)
-        flags = [w for k, v in one.items() for w in ("--" + k.replace("_", "-"), str(v))]
+        flags = [w for k, v in one.items() for w in (flag(k), str(v))]
         found.append(Job(out / name, [*flags, "--preset", preset, *extra]))
     return found
 
@@ -114,14 +107,14 @@ def _check_extra(extra: Sequence[str]) -> None:
     for name in ("preset", "resume"):
         parser.add_argument(flag(name))
     parser.add_argument("--keep", type=int)
-    given = parse(maml.Config, extra, parser)
-    if given["keep"] is not None and given["keep"] < 1:
-        refuse("keep", given["keep"], "at least 1")
+    given = parse(Config, extra, parser)
+    if given["keep"] is not None:
+        Bounds(1).check("keep", given["keep"])
     if given["resume"] is not None:
-        refuse("resume", given["resume"], "left out: a sweep goes on with what is in --out")
+        refuse("resume", given["resume"], "left out", "a sweep goes on with what is in --out")
     for name in (*_GRID, "out", "preset"):
         if given.get(name) is not None:
-            refuse(name, given[name], "written before --, not after it, as it is for all runs")
+            refuse(name, given[name], "written before --", "it is for all runs")
 
 
 def _check(each: Sequence[Job]) -> None:
@@ -132,13 +125,13 @@ def _check(each: Sequence[Job]) -> None:
             _check_begun(job, as_json(config))
 
 
-def _config(job: Job) -> maml.Config:
+def _config(job: Job) -> Config:
     parser = Parser("innerloop sweep")
     parser.add_argument("--preset")
     parser.add_argument("--keep")
-    given = parse(maml.Config, job.flags, parser)
+    given = parse(Config, job.flags, parser)
     preset, _ = given.pop("preset"), given.pop("keep")
-    return maml.configured(given, preset)
+    return Config.configure(given, preset)
 
 
 def _check_possible(each: Sequence[Job]) -> None:
@@ -148,14 +141,14 @@ def _check_possible(each: Sequence[Job]) -> None:
     read: dict[str, data.Splits] = {}
     for config in kinds:
         if config.dataset not in read:
-            read[config.dataset] = maml.loaded(config)
-        maml.Training(config, read[config.dataset])
+            read[config.dataset] = load_images(config)
+        Training(config, read[config.dataset])
 
 
 def _check_begun(job: Job, asked: dict[str, Any]) -> None:
     wanted, found = (
-        decisive(_placed(settings))
-        for settings in (asked, as_json(maml.Config()) | Run(job.folder).config())
+        decisive(_with_data_folder(settings))
+        for settings in (asked, as_json(Config()) | Run(job.folder).config())
     )
     names = [name for name in wanted | found if wanted.get(name) != found.get(name)]
     if names:
@@ -166,7 +159,7 @@ def _check_begun(job: Job, asked: dict[str, Any]) -> None:
         )
 
 
-def _placed(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_data_folder(settings: dict[str, Any]) -> dict[str, Any]:
     """With the folder of the data written out, as a run keeps it."""
     where = settings["data"] or os.environ.get("INNERLOOP_DATA")
     return settings | {"data": where and str(absolute(str(where)))}
@@ -175,29 +168,29 @@ def _placed(settings: dict[str, Any]) -> dict[str, Any]:
 def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
     """Each run as it ends: finished, failed or stopped. So many are under way at a time."""
     running: set[subprocess.Popen] = set()
-    told: set[subprocess.Popen] = set()
+    asked: set[subprocess.Popen] = set()
     with _stoppable() as stop, concurrent.futures.ThreadPoolExecutor(workers) as pool:
 
         def one(job: Job) -> tuple[Job, str]:
             code = STOPPED if stop.asked else _call(job, workers, running)
             if stop.asked and code == -signal.SIGTERM:  # it was told while it was starting
                 code = STOPPED
-            return job, _ray_engine.KINDS.get(code, "failed")
+            return job, ray_engine.KINDS.get(code, "failed")
 
         waiting = {pool.submit(one, job) for job in each}
         try:
             while waiting:
                 ended, waiting = concurrent.futures.wait(waiting, _GLANCE, _FIRST)
                 if stop.asked:
-                    _tell(running, told)
+                    _ask_to_stop(running, asked)
                 for future in ended:
                     yield future.result()
         except KeyboardInterrupt:  # asked for twice: the runs are interrupted
-            told.clear()
+            asked.clear()
             raise
         finally:
             stop.asked = True
-            _tell(running, told)
+            _ask_to_stop(running, asked)
 
 
 @contextlib.contextmanager
@@ -215,25 +208,25 @@ def _stoppable() -> Iterator[Stop]:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def _tell(running: set[subprocess.Popen], told: set[subprocess.Popen]) -> None:
+def _ask_to_stop(running: set[subprocess.Popen], asked: set[subprocess.Popen]) -> None:
     """Ask each run to stop, once: a second time would interrupt its update."""
-    for process in running - told:
-        told.add(process)
+    for process in running - asked:
+        asked.add(process)
         process.terminate()
 
 
 def _call(job: Job, workers: int, running: set[subprocess.Popen]) -> int:
     """A process of its own; several side by side show no bars, but write into a log."""
     if workers == 1:
-        return _ended(running, job.command)
+        return _wait_for(running, job.command)
     job.folder.mkdir(parents=True, exist_ok=True)
-    threads = {"OMP_NUM_THREADS": str(max(_ray_engine.cores() // workers, 1))}
+    threads = {"OMP_NUM_THREADS": str(max(ray_engine.cores() // workers, 1))}
     with open(job.log, "a") as log:
-        return _ended(running, job.command, stdout=log, stderr=log, env=threads | os.environ)
+        return _wait_for(running, job.command, stdout=log, stderr=log, env=threads | os.environ)
 
 
-def _ended(running: set[subprocess.Popen], command: list[str], **how: Any) -> int:
-    """Its exit code. In a session of its own, a terminal's Ctrl-C reaches it only by ``_tell``."""
+def _wait_for(running: set[subprocess.Popen], command: list[str], **how: Any) -> int:
+    """Its exit code. A terminal's Ctrl-C reaches its own session only by ``_ask_to_stop``."""
     process = subprocess.Popen(command, start_new_session=True, **how)
     running.add(process)
     try:
@@ -264,7 +257,7 @@ class _SweepParser(Parser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        of_maml = {"--keep", *(flag(field.name) for field in dataclasses.fields(maml.Config))}
+        of_maml = {"--keep", *(flag(field.name) for field in fields(Config))}
         if found := [word for word in unknown if word.partition("=")[0] in of_maml]:
             self.exit(WRONG, f"{found[0]} is for every run. Write it at the end, after --.\n")
         super().error(message)
@@ -276,7 +269,7 @@ def _parser() -> Parser:
         kind, shown = type(default[0]), " ".join(map(str, default))
         parser.add_argument(flag(name), nargs="+", type=kind, default=default, help=shown)
     parser.add_argument("--preset", default="quick", help="paper or quick (quick)")
-    parser.add_argument("--out", type=place, default=Path("out/sweep"), help="folder of the runs")
+    parser.add_argument("--out", type=path, default=Path("out/sweep"), help="folder of the runs")
     parser.add_argument("--list", action="store_true", help="show the runs and do nothing")
     parser.add_argument("--engine", default="local", help="local or ray (local)")
     parser.add_argument("--jobs", type=int, help="local: runs side by side (one for each core)")
@@ -287,27 +280,27 @@ def _parser() -> Parser:
     return parser
 
 
-def _engine(args: dict[str, Any]) -> _ray_engine.Cluster | int:
+def _engine(args: dict[str, Any]) -> ray_engine.Cluster | int:
     """The cluster, or how many processes of this machine."""
-    check_choice("engine", args["engine"], _ENGINES)
+    Choice(_ENGINES).check("engine", args["engine"])
     other = ["jobs"] if args["engine"] == "ray" else list(_RAY)
     for name in other:
         if args[name] is not None:
             refuse(name, args[name], f"left out with --engine {args['engine']}")
     if args["engine"] == "ray":
-        cluster = _ray_engine.Cluster(**{n: args[n] for n in _RAY if args[n] is not None})
-        _ray_engine.check(cluster)
+        cluster = ray_engine.Cluster(**{n: args[n] for n in _RAY if args[n] is not None})
+        ray_engine.check(cluster)
         return cluster
-    workers = _ray_engine.cores() if args["jobs"] is None else args["jobs"]
+    workers = ray_engine.cores() if args["jobs"] is None else args["jobs"]
     if not 1 <= workers <= (os.cpu_count() or 1) * 4:
         refuse("jobs", workers, "a few, at least 1")
     return workers
 
 
-def _carried_out(each: Sequence[Job], engine: _ray_engine.Cluster | int) -> int:
+def _run_all(each: Sequence[Job], engine: ray_engine.Cluster | int) -> int:
     local = isinstance(engine, int)
     kinds = set()
-    for job, kind in outcomes(each, engine) if local else _ray_engine.outcomes(each, engine):
+    for job, kind in outcomes(each, engine) if local else ray_engine.outcomes(each, engine):
         kinds.add(kind)
         why = _why(job) if kind == "failed" else _shown(job)
         print(f"{job.folder.name}: {kind}{why}", flush=True)
@@ -336,9 +329,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if isinstance(engine, int):  # machines of a cluster have data of their own
             _check_possible(open_ones)
-        code = _carried_out(open_ones, engine) if open_ones else 0
+        code = _run_all(open_ones, engine) if open_ones else 0
     except InnerLoopError as error:
         print(error, file=sys.stderr)
-        return 2
+        return WRONG
     print(f"See them with: {program()} report {shlex.quote(str(args['out']))}")
     return code

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.framework.command_line import refuse
+from innerloop.experiments import maml
 from innerloop.experiments.framework.experiment import STOPPED
 from innerloop.experiments.framework.run import stoppable
-from innerloop.experiments.maml import training as maml
+from innerloop.experiments.framework.settings import Bounds, refuse
 
 if TYPE_CHECKING:
     from innerloop.experiments.sweep.command import Job
@@ -50,16 +50,13 @@ def cores() -> int:
 
 def check(cluster: Cluster) -> None:
     """Refuse what cannot run, before any work."""
-    if cluster.cpus_per_run < 1:
-        refuse("cpus_per_run", cluster.cpus_per_run, "at least 1")
+    Bounds(1).check("cpus_per_run", cluster.cpus_per_run)
+    Bounds(0).check("gpus_per_run", cluster.gpus_per_run)
+    Bounds(0).check("retries", cluster.retries)
     if cluster.address is None and cluster.cpus_per_run > cores():
         refuse(
             "cpus_per_run", cluster.cpus_per_run, f"at most {cores()}, the cores of this machine"
         )
-    if not 0 <= cluster.gpus_per_run < float("inf"):
-        refuse("gpus_per_run", cluster.gpus_per_run, "0 or more")
-    if cluster.retries < 0:
-        refuse("retries", cluster.retries, "0 or more")
     if importlib.util.find_spec("ray") is None:
         raise InnerLoopError(
             "--engine ray needs Ray, which is not installed. Install it with "
@@ -72,8 +69,8 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
     import ray  # pyright: ignore[reportMissingImports]
 
     # Twice, as connecting sets handlers of its own.
-    with stoppable() as early, _connected(ray, cluster), stoppable() as stop:
-        waiting = {} if early.asked else _submitted(ray, each, cluster)
+    with stoppable() as early, _connect(ray, cluster), stoppable() as stop:
+        waiting = {} if early.asked else _submit(ray, each, cluster)
         until = None
         while waiting and (until is None or time.monotonic() < until):
             for one in ray.wait(list(waiting), timeout=_GLANCE)[0]:
@@ -87,7 +84,7 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
             yield job, "stopped"  # before it began, or by the end of the connection
 
 
-def _submitted(ray: Any, each: Sequence[Job], cluster: Cluster) -> dict[Any, Job]:
+def _submit(ray: Any, each: Sequence[Job], cluster: Cluster) -> dict[Any, Job]:
     trial = ray.remote(
         num_cpus=cluster.cpus_per_run,
         num_gpus=cluster.gpus_per_run,
@@ -133,8 +130,8 @@ def _outcome(ray: Any, one: Any, job: Job) -> str:
 
 
 @contextlib.contextmanager
-def _connected(ray: Any, cluster: Cluster) -> Iterator[None]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+def _connect(ray: Any, cluster: Cluster) -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics are sent
     local = {"address": "local", "num_cpus": cores(), "include_dashboard": False}
     where = local if cluster.address is None else {"address": cluster.address}
     try:

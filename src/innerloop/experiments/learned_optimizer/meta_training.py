@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import innerloop as il
 from innerloop.errors import DivergedError
 from innerloop.estimate import evolution
+from innerloop.experiments.framework.state import Resumable
 from innerloop.experiments.learned_optimizer.problem import Family
 from innerloop.learned import LSLR, LearnedOptimizer, LSTMOptimizer, MetaSGD, MLPOptimizer
 
@@ -25,8 +26,13 @@ BY = ("truncated", "binomial", "pes")
 _FINAL = 0.05  # of the meta rate, at the end of its cosine
 
 
-class MetaTraining:
-    """The learned optimizer, the inner loop that it is trained in, and the meta-optimizer."""
+class MetaTraining(Resumable):
+    """The learned optimizer, the inner loop that it is trained in, and the meta-optimizer.
+
+    Between episodes nothing else is carried over.
+    """
+
+    saved = ("learned", "meta", "generator")
 
     def __init__(self, family: Family, config: Any, episodes: int, seed: int) -> None:
         self.family, self.config, self.episodes = family, config, episodes
@@ -90,18 +96,10 @@ class MetaTraining:
             return torch.full((len(batches[0][0]), len(batches)), math.inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Between episodes nothing is carried over but this."""
-        return {
-            "learned": self.learned.state_dict(),
-            "meta": self.meta.state_dict(),
-            "generator": self.generator.get_state(),
-            "evolution": self.evolution.state_dict()["generator"],
-        }
+        return super().state_dict() | {"evolution": self.evolution.state_dict()["generator"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learned.load_state_dict(state["learned"])
-        self.meta.load_state_dict(state["meta"])
-        self.generator.set_state(state["generator"])
+        super().load_state_dict(state)
         fresh = self.evolution.state_dict()
         self.evolution.load_state_dict({**fresh, "generator": state["evolution"]})
 
