@@ -7,8 +7,6 @@ import dataclasses
 import io
 import json
 import math
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import innerloop as il
-from commands import flags_of, untimed
+from commands import flags_of, stop_and_resume, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.learned_loss import cell as learned_loss_cell
@@ -535,21 +533,9 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 5, 7])
-def test_a_stopped_run_goes_on_to_the_same_result(
-    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
     """Stopped among the updates, among the rates, and in the second cell."""
-    advance = learned_loss.LearningLosses.advance
-
-    def asking(experiment: learned_loss.LearningLosses) -> dict[str, str]:
-        if experiment.done == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(experiment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(learned_loss.LearningLosses, "advance", asking)
-        assert main(flags(tmp_path / "stopped")) == 130
-    assert main(["learned-loss", "--resume", str(tmp_path / "stopped")]) == 0
+    stop_and_resume(flags(tmp_path / "stopped"), learned_loss.LearningLosses, after)
     assert untimed(tmp_path / "stopped") == untimed(whole)
 
 

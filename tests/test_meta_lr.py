@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 import innerloop as il
-from commands import flags_of, untimed
+from commands import flags_of, stop_and_resume, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
@@ -269,24 +267,10 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [8, 21])
-def test_a_stopped_run_goes_on_to_the_same_result(
-    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
     """Between two runs, and in the middle of an epoch with learned rates."""
-    folder = tmp_path / "stopped"
-    advance = meta_lr.MetaLr.advance
-
-    def asking(experiment: meta_lr.MetaLr) -> dict[str, str]:
-        if experiment.done == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(experiment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(meta_lr.MetaLr, "advance", asking)
-        assert main(flags(folder)) == 130
-    assert not (folder / "result.json").exists()
-    assert main(["meta-lr", "--resume", str(folder)]) == 0
-    assert untimed(folder) == untimed(whole)
+    stop_and_resume(flags(tmp_path / "stopped"), meta_lr.MetaLr, after)
+    assert untimed(tmp_path / "stopped") == untimed(whole)
 
 
 @pytest.mark.parametrize(

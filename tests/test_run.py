@@ -23,7 +23,7 @@ from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.command_line import WRONG, program
 from innerloop.experiments.framework.experiment import STOPPED, carry_out
 from innerloop.experiments.framework.run import Run
-from innerloop.experiments.framework.settings import as_json, from_json
+from innerloop.experiments.framework.settings import Bounds, as_json, from_json
 from innerloop.experiments.maml_rl import training as maml_rl
 from innerloop.experiments.sine import training as sine
 
@@ -599,3 +599,35 @@ def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:
         for learner in (training.learner, fresh)
     )
     assert not torch.equal(trained, start)
+
+
+def test_help_shows_the_defaults_of_each_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["maml", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "meta-updates (quick: 300, paper: 75000)" in text
+    assert "classes of a task (5)" in text
+    assert "one of loop, threads, vmap (vmap)" in text
+    quick = maml.Config.configure({}, "quick")
+    assert (quick.iterations, quick.way, quick.tasks_by) == (300, 5, "vmap")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (Bounds(1), [1, 10**9], [0, math.nan, math.inf]),
+        (Bounds(0, above=True), [1e-300], [0, -1, math.nan, math.inf]),
+        (Bounds(0, above=True, infinite=True), [1e-300, math.inf], [0, math.nan]),
+        (Bounds(0, 1, below=True), [0, 0.5], [1, -0.1, math.nan]),
+        (Bounds(2, 5), [2, 5], [1, 6]),
+    ],
+    ids=str,
+)
+def test_bounds(bounds: Bounds, inside: list[float], outside: list[float]) -> None:
+    for value in inside:
+        bounds.check("some_name", value)
+    for value in outside:
+        with pytest.raises(
+            InnerLoopError, match=rf"^--some-name must be {bounds}.*, not {value}\.$"
+        ):
+            bounds.check("some_name", value)

@@ -2,13 +2,12 @@
 
 import copy
 import json
-import os
 import re
-import signal
 
 import pytest
 import torch
 
+from commands import stop_and_resume
 from innerloop.experiments.sine import main
 from innerloop.experiments.sine import training as sine
 from innerloop.experiments.sine.problem import build_net, draw_sines
@@ -27,28 +26,13 @@ def found(folder):
     return {name: value for name, value in result.items() if name != "seconds"}
 
 
-def test_same_seed_same_result(tmp_path):
-    for name in ("first", "second"):
-        assert main([*SMALL, "--out", str(tmp_path / name)]) == 0
-        assert (tmp_path / name / "fits.png").stat().st_size > 0
-    assert found(tmp_path / "first") == found(tmp_path / "second")
-
-
 @pytest.mark.parametrize("after", [1, 3, 5])
-def test_a_stopped_run_goes_on_to_the_same_result(after, tmp_path, monkeypatch):
-    assert main([*SMALL, "--out", str(tmp_path / "whole")]) == 0
-    advance = sine.Comparison.advance
-
-    def asking(run):
-        if run.done == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sine.Comparison, "advance", asking)
-        assert main([*SMALL, "--out", str(tmp_path / "stopped")]) == 130
-    assert main(["--resume", str(tmp_path / "stopped")]) == 0
-    assert found(tmp_path / "stopped") == found(tmp_path / "whole")
+def test_a_stopped_run_goes_on_to_the_same_result(after, tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*SMALL, "--out", str(whole)]) == 0
+    stop_and_resume(["sine", *SMALL, "--out", str(folder)], sine.Comparison, after)
+    assert found(folder) == found(whole)
+    assert (folder / "fits.png").stat().st_size > 0
 
 
 def test_both_nets_are_treated_alike(tmp_path, monkeypatch):
