@@ -21,7 +21,7 @@ from innerloop.experiments.hyperopt import training as hyperopt
 from innerloop.experiments.hyperopt.cell import Cell
 from innerloop.experiments.hyperopt.losses import transform
 from innerloop.experiments.hyperopt.points import Points, split
-from innerloop.experiments.hyperopt.summary import _better, _cleaned
+from innerloop.experiments.hyperopt.summary import _better, _recovery
 
 pytest.importorskip("sklearn")
 
@@ -414,7 +414,7 @@ def test_recovered_is_a_share_of_what_was_lost() -> None:
     rows = {name: {"test_accuracy": values} for name, values in accuracy.items()}
     arm = [{"numbers": [1.0, 0.5, 0.1]}] * 2
     plain = [{"wrong": [False, False, True]}] * 2
-    found = _cleaned({"gradient": arm, "references": plain}, rows)
+    found = _recovery({"gradient": arm, "references": plain}, rows)
     assert found["recovered"] == [pytest.approx(0.5), None]
     assert found["recovered_of_mean"] == pytest.approx(0.75)
     assert found["mean_weights"] == {"right": [0.75, 0.75], "wrong": [0.1, 0.1]}

@@ -24,6 +24,7 @@ from innerloop.experiments.framework.command_line import WRONG, program
 from innerloop.experiments.framework.experiment import STOPPED, carry_out
 from innerloop.experiments.framework.run import Run
 from innerloop.experiments.framework.settings import Bounds, as_json, from_json
+from innerloop.experiments.maml.settings import Config
 from innerloop.experiments.maml_rl import training as maml_rl
 from innerloop.experiments.sine import training as sine
 
@@ -608,7 +609,7 @@ def test_help_shows_the_defaults_of_each_preset(capsys: pytest.CaptureFixture[st
     assert "meta-updates (quick: 300, paper: 75000)" in text
     assert "classes of a task (5)" in text
     assert "one of loop, threads, vmap (vmap)" in text
-    quick = maml.Config.configure({}, "quick")
+    quick = Config.configure({}, "quick")
     assert (quick.iterations, quick.way, quick.tasks_by) == (300, 5, "vmap")
 
 
@@ -627,7 +628,6 @@ def test_bounds(bounds: Bounds, inside: list[float], outside: list[float]) -> No
     for value in inside:
         bounds.check("some_name", value)
     for value in outside:
-        with pytest.raises(
-            InnerLoopError, match=rf"^--some-name must be {bounds}.*, not {value}\.$"
-        ):
+        text = rf"^--some-name must be {bounds}.*, not {value}\.$"
+        with pytest.raises(InnerLoopError, match=text):
             bounds.check("some_name", value)

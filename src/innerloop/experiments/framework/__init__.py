@@ -1,1 +1,1 @@
-"""What commands share: settings, command line, folders of runs, processes, progress."""
+"""Parts that all commands share: settings, command line, folders of runs, processes, progress."""

@@ -151,7 +151,7 @@ class Field(NamedTuple):
             constraint.check(self.name, value)
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value read from JSON has the right type."""
+        """Tests the type of a value read from JSON."""
         if value is None:
             return self.optional
         if type(value) is int and abs(value) > LARGEST:

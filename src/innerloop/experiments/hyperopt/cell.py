@@ -65,7 +65,7 @@ class Cell(Part):
             tried, value = self._update(update)
         else:
             # After the updates: the point that the last of them has led to.
-            tried = self._drawn(number) if self.raw is None else self.raw
+            tried = self._draw(number) if self.raw is None else self.raw
             value = self.problem.value(tried)
         value = value if math.isfinite(value) else math.inf
         if value < min(self.values, default=math.inf):
@@ -73,7 +73,7 @@ class Cell(Part):
         self.values.append(value)
         return value
 
-    def _drawn(self, number: int) -> torch.Tensor:
+    def _draw(self, number: int) -> torch.Tensor:
         """Random hyperparameters, by the seed and the trial alone: scouts are a random search."""
         generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + number)
         return self.problem.draw(generator, shared=self.arm == "shared")
@@ -107,7 +107,7 @@ class Cell(Part):
         if place is None or not scouts:
             return self.problem.start if self.best is None else self.best
         number = sorted(range(len(scouts)), key=scouts.__getitem__)[place]
-        return self._drawn(number)
+        return self._draw(number)
 
     def _record(self) -> dict[str, Any]:
         if self.best is None:

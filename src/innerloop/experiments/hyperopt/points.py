@@ -40,7 +40,7 @@ def load(dataset: str, root: Path | None) -> tuple[Points, Points | None]:
     if dataset == "digits":
         return _digits(), None
     found = data.cifar10(root)
-    return _scaled(found.train), _scaled(found.test)
+    return _scale(found.train), _scale(found.test)
 
 
 def digest(*parts: Points) -> str:
@@ -57,7 +57,7 @@ def _digits() -> Points:
     return Points(images - images.mean(), torch.as_tensor(y, dtype=torch.int64))
 
 
-def _scaled(part: data.Labelled) -> Points:
+def _scale(part: data.Labelled) -> Points:
     return Points(part.images.float() / 127.5 - 1, part.labels)
 
 

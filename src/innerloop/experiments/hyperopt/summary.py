@@ -49,7 +49,7 @@ def summarize(config: Any, records: list[dict[str, Any]], problem: Problem) -> d
             if arm in rows
         },
     }
-    return found | (_cleaned(by_arm, rows) if config.what == "example-weights" else {})
+    return found | (_recovery(by_arm, rows) if config.what == "example-weights" else {})
 
 
 def _columns(found: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -62,7 +62,7 @@ def _better(ours: list[float], theirs: list[float], measure: str) -> int:
     return sum(sign * a > sign * b for a, b in zip(ours, theirs, strict=True))
 
 
-def _cleaned(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+def _recovery(by_arm: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     """The part of the accuracy lost to wrong labels that came back, and the mean weights."""
     noisy, clean, learned = (
         rows[name]["test_accuracy"] for name in ("noisy labels", "clean labels", "gradient")
@@ -107,7 +107,7 @@ def describe(config: Any, result: dict[str, Any]) -> str:
         won = ", ".join(f"{m.replace('_', ' ')} {counts[m]}" for m in MEASURES)
         lines.append(f"Seeds of {config.seeds} in which the gradient beats {ABOUT[arm]}: {won}.")
     lines += ["", *_by_seed(config, result["rows"])]
-    return "\n".join(lines + _describe_cleaned(result))
+    return "\n".join(lines + _describe_recovery(result))
 
 
 def _by_seed(config: Any, rows: dict[str, Any]) -> list[str]:
@@ -126,7 +126,7 @@ def _cell(values: list[float], percent: bool) -> str:
     return f"{factor * mean(values):.{digits}f}{spread}{unit}"
 
 
-def _describe_cleaned(result: dict[str, Any]) -> list[str]:
+def _describe_recovery(result: dict[str, Any]) -> list[str]:
     if "recovered" not in result:
         return []
     each = ["-" if r is None else f"{100 * r:.0f} %" for r in result["recovered"]]

@@ -197,8 +197,8 @@ class Cell(Part):
             "setting": setting,
             "setting_short": short_setting,
             "tuned": [[*pair, *map(_in_json, errors)] for pair, errors in tuned],
-            "steps_needed": _needed(learned, task[c.horizon]),
-            "steps_needed_short": _needed(learned, short[c.steps]),
+            "steps_needed": _steps_to(learned, task[c.horizon]),
+            "steps_needed_short": _steps_to(learned, short[c.steps]),
         }
 
     def _best(self, place: int, steps: int) -> tuple[tuple[float, float], list[float]]:
@@ -219,7 +219,7 @@ def _given(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def _needed(learned: list[float], error: float) -> int | None:
+def _steps_to(learned: list[float], error: float) -> int | None:
     """Steps of the learned loss to this error."""
     return next((k for k, found in enumerate(learned) if found <= error), None)
 

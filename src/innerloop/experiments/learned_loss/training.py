@@ -77,7 +77,7 @@ class LearningLosses(Parts):
                 value += f" ± {spread:.4f}"
             lines.append(f"  {name:50} {value}")
         for steps, key in ((c.steps, "steps_needed_short"), (c.horizon, "steps_needed")):
-            needed = ", ".join(_counted(n, c.horizon) for n in found[key])
+            needed = ", ".join(_count_text(n, c.horizon) for n in found[key])
             about = f"steps of the learned loss to what the task's loss has after {steps}, by seed"
             lines.append(f"  {about}: {needed}")
         if skipped := sum(found["skipped"]):
@@ -95,5 +95,5 @@ def _spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _counted(needed: int | None, horizon: int) -> str:
+def _count_text(needed: int | None, horizon: int) -> str:
     return f"not within {horizon}" if needed is None else str(needed)

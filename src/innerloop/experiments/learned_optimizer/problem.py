@@ -22,7 +22,7 @@ class Family(abc.ABC):
 
     model: nn.Module
     starts: int
-    """How many starts there are among the problems of a comparison."""
+    """The number of starts among the problems of a comparison."""
 
     @abc.abstractmethod
     def begin(self, generator: torch.Generator) -> None:

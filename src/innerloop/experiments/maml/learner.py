@@ -47,7 +47,7 @@ def step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
     return [early] * (steps - 1) + [last]
 
 
-def measured(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+def task_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
     """Cross-entropy on the support set; with a query set in the batch, there as well."""
     x, y, *query = batch
     loss = cross_entropy(model(x), y)
@@ -84,7 +84,7 @@ class FewShot:
         if learn_betas:
             learn["betas"] = il.Learn(transform="logit")
         self.inner = il.InnerLoop(
-            model, self.optimizer, measured, learn=learn, backward=STRATEGIES[backward]()
+            model, self.optimizer, task_loss, learn=learn, backward=STRATEGIES[backward]()
         )
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=meta_lr)
         self.outer = Outer(self.meta_optimizer, **outer)

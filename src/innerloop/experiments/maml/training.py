@@ -130,16 +130,16 @@ class Training(Experiment):
             "losses": self.losses,
             "shown": self.shown,
             "best": self.best,
-            "measured": self._measured,
+            "measured": self._digests,
         }
 
     @property
-    def _measured(self) -> dict[str, str]:
+    def _digests(self) -> dict[str, str]:
         """Checksums of the images that are not trained on; the sampler checks its own."""
         return {name: images.digest for name, images in self._named_splits if name != "train"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, digest in self._measured.items():
+        for name, digest in self._digests.items():
             if state["measured"][name] != digest:
                 raise InnerLoopError(
                     f"The {name} images are not those that the run was started with: accuracies "

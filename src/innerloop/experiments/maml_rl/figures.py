@@ -40,7 +40,7 @@ def returns(result: dict[str, Any]) -> Figure:
 
 
 def curves(found: list[list[float]], first: int) -> Figure:
-    """What is earned after adaptation, while meta-training."""
+    """The return after adaptation, while meta-training."""
     figure, axes = single(5, 3.6)
     for k, curve in enumerate(found):
         axes.plot(range(1, len(curve) + 1), curve, linewidth=1, label=f"seed {first + k}")

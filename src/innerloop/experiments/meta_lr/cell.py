@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     weight_decay: float
     learnable: tuple[str, ...]
     transform: str
-    """How the rate is learned: a step of the meta-optimizer is too large for small ones."""
+    """Transform of the rate: a step of the meta-optimizer is too large for small rates."""
 
 
 OPTIMIZERS = {

@@ -30,9 +30,9 @@ def coloured_shapes(count: int, generator: torch.Generator) -> Labelled:
     labels = torch.arange(count) % CLASSES
     outline, pattern = _shape(labels, generator)
     image = _smooth(count, generator)
-    image = _painted(image, outline, generator)
-    image = _painted(image, outline * pattern, generator)
-    image = _painted(image, _patch(count, generator), generator)
+    image = _paint(image, outline, generator)
+    image = _paint(image, outline * pattern, generator)
+    image = _paint(image, _patch(count, generator), generator)
     image = image + 0.04 * torch.randn(image.shape, generator=generator, dtype=torch.float32)
     return Labelled((255 * image.clamp(0, 1)).round().to(torch.uint8), labels)
 
@@ -47,7 +47,7 @@ def _smooth(count: int, g: torch.Generator) -> Tensor:
     return interpolate(coarse, size=(SIZE, SIZE), mode="bilinear", align_corners=True)
 
 
-def _painted(image: Tensor, mask: Tensor, g: torch.Generator) -> Tensor:
+def _paint(image: Tensor, mask: Tensor, g: torch.Generator) -> Tensor:
     """The picture with a colour of its own where the mask is 1."""
     colour = _uniform((len(image), 3, 1, 1), 0, 1, g)
     return image + mask.unsqueeze(1) * (colour - image)

@@ -1,4 +1,4 @@
-"""What runs of ``innerloop maml`` found, beside the numbers of the paper.
+"""Results of runs of ``innerloop maml``, beside the numbers of the paper.
 
 ``innerloop report RUNS`` reads the folders of runs, and folders of such folders, prints Table 1 and
 the table of the appendix, and writes a page with tables, curves and the settings of each run.

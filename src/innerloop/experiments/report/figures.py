@@ -55,11 +55,11 @@ def _counts(records: list[dict[str, Any]], name: str) -> bool:
 
 
 def _curve(run: FoundRun, what: str) -> tuple[list[int], list[float]]:
-    shown = _thinned(run.records)
+    shown = _thin(run.records)
     return [r[what] for r in shown], [100 * r["val_accuracy"] for r in shown]
 
 
-def _thinned(records: list[Any]) -> list[Any]:
+def _thin(records: list[Any]) -> list[Any]:
     return records[:: -(-len(records) // _POINTS)] if records else []
 
 
@@ -75,7 +75,7 @@ def series(run: FoundRun) -> tuple[dict[str, tuple[list[int], numpy.ndarray]], l
     """Epochs and values of each learned setting; and the names of those that are no numbers."""
     found: dict[str, tuple[list[int], numpy.ndarray]] = {}
     failed: list[str] = []
-    records = [r for r in _thinned(run.records) if isinstance(r.get("learned"), dict)]
+    records = [r for r in _thin(run.records) if isinstance(r.get("learned"), dict)]
     for setting in records[-1]["learned"] if records else ():
         having = [r for r in records if setting in r["learned"]]
         values = _numbers([r["learned"][setting] for r in having])

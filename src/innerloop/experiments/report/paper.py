@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Cell(NamedTuple):
-    """What was learned: a column of Table 1."""
+    """A kind of task: a column of Table 1."""
 
     dataset: str
     way: int
@@ -16,7 +16,7 @@ class Cell(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What was learned and with what: a row of the appendix table."""
+    """A kind of task, a model and an inner optimizer: a row of the appendix table."""
 
     dataset: str
     way: int
@@ -117,10 +117,10 @@ omniglot 20 5 vgg sgd 99.13 0.13
 """
 
 
-def _parsed(line: str) -> tuple[Setup, Reported]:
+def _parse(line: str) -> tuple[Setup, Reported]:
     dataset, way, shot, model, inner_optim, mean, std = line.split()
     setup = Setup(dataset, int(way), int(shot), model, inner_optim)
     return setup, Reported(float(mean), float(std))
 
 
-APPENDIX: dict[Setup, Reported] = dict(_parsed(line) for line in _APPENDIX.split("\n") if line)
+APPENDIX: dict[Setup, Reported] = dict(_parse(line) for line in _APPENDIX.split("\n") if line)

@@ -23,7 +23,7 @@ _OWN = ("folder", "cifar-fs")  # whatever lies in the folder is the dataset
 
 
 class Remark(NamedTuple):
-    """What is wrong with a folder, or should be known of it."""
+    """A fault of a folder, or a fact about it."""
 
     folder: Path
     text: str
@@ -38,7 +38,7 @@ class Result(NamedTuple):
     """Whose mean prediction it is, the best first."""
     seconds: float | None
     pictures: dict[str, int]
-    """How many each split of the data had; empty if the run did not write it down."""
+    """Images in each split of the data; empty if the run did not record them."""
     skipped: int
     """Updates that were left out."""
     diverged: int
@@ -46,13 +46,13 @@ class Result(NamedTuple):
 
     @property
     def flaws(self) -> str:
-        """What the accuracy should not be read without, if anything."""
-        said = []
+        """Reservations about the accuracy; empty without any."""
+        flaws = []
         if self.skipped:
-            said.append(f"left out {self.skipped} update{'s' * (self.skipped != 1)}")
+            flaws.append(f"left out {self.skipped} update{'s' * (self.skipped != 1)}")
         if self.diverged:
-            said.append(f"guessed {self.diverged} times at a test task, where adaptation diverged")
-        return " and ".join(said)
+            flaws.append(f"guessed {self.diverged} times at a test task, where adaptation diverged")
+        return " and ".join(flaws)
 
 
 class FoundRun(NamedTuple):
@@ -108,10 +108,10 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[FoundRun], list[Remark]]:
                 seen.add(real)
                 run = read_run(path, remarks)
                 runs += [] if run is None else [run]
-    return _told_apart(runs), remarks
+    return _name_apart(runs), remarks
 
 
-def _told_apart(runs: list[FoundRun]) -> list[FoundRun]:
+def _name_apart(runs: list[FoundRun]) -> list[FoundRun]:
     """With the folder in the name of a dataset of the user's own, where there are several."""
     names = {(run.dataset, _folder(run)) for run in runs if run.dataset in _OWN}
     several = [name for name in _OWN if sum(name == known for known, _ in names) > 1]
@@ -288,7 +288,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def is_share(value: object) -> TypeGuard[float]:
-    """Whether it is a number from 0 to 1, as an accuracy is."""
+    """Tests for a number from 0 to 1, as an accuracy is."""
     return _is_number(value) and 0 <= value <= 1
 
 

@@ -118,7 +118,7 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
     for setup in sorted(APPENDIX.keys() | ours.keys(), key=_order):
         theirs, mean = APPENDIX.get(setup), ours.get(setup)
         names = [*map(str, setup[:4]), optimizer(setup.inner_optim)]
-        same = _shared(before, setup)
+        same = _common_length(before, setup)
         rows.append(
             [
                 *[("" if k < same else name) for k, name in enumerate(names)],
@@ -139,8 +139,8 @@ def _order(setup: Setup) -> tuple:
     return (known, *setup)
 
 
-def _shared(before: Sequence[object], now: Sequence[object]) -> int:
-    """How many of the first entries are the same; the last one is always shown."""
+def _common_length(before: Sequence[object], now: Sequence[object]) -> int:
+    """The number of equal entries at the start; the last one is always shown."""
     same = 0
     for a, b in zip(before[:4], now[:4], strict=False):
         if a != b:

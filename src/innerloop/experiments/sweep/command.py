@@ -56,17 +56,17 @@ class Job(NamedTuple):
     flags: list[str]
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return Run(self.folder).known
 
     @property
     def finished(self) -> bool:
-        return self.begun and read_result(self.folder, []) is not None
+        return self.started and read_result(self.folder, []) is not None
 
     @property
     def words(self) -> list[str]:
-        """What follows after ``innerloop maml``: a start, or going on."""
-        if self.begun:
+        """The arguments of ``innerloop maml``, which start or resume the run."""
+        if self.started:
             return ["--resume", str(self.folder), *self._changeable]
         return [*self.flags, "--out", str(self.folder)]
 
@@ -121,7 +121,7 @@ def _check(each: Sequence[Job]) -> None:
     """Refuse wrong settings before any run begins, and runs that began with others."""
     for job in each:
         config = _config(job)
-        if job.begun:
+        if job.started:
             _check_begun(job, as_json(config))
 
 
