@@ -28,6 +28,9 @@ class References(Part):
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         with _explain_divergence(self.config, f"the references of seed {self.seed}"):
             found = references(self.config.what, self.problem, self.build)
+            losses = [row["val_loss"] for row in found.values() if isinstance(row, dict)]
+            if not all(map(math.isfinite, losses)):
+                raise DivergedError(f"The validation losses are {losses}.")
         records.append({"seed": self.seed, "arm": "references", **found})
         return {"seed": str(self.seed)}
 
