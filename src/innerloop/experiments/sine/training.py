@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import innerloop as il
+from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.experiment import Experiment
 from innerloop.experiments.framework.ranks import ALONE, Ranks
 from innerloop.experiments.framework.settings import refuse
@@ -87,11 +88,18 @@ class Comparison(Experiment):
     def _step(self, optimizer: torch.optim.Optimizer, mean: Tensor, own: int) -> float:
         """One step, by this process's mean over its own sines and those of the others."""
         loss = mean * (own / self.config.tasks)
+        total = self.ranks.sum(loss.detach()).item()
+        if not math.isfinite(total):
+            raise InnerLoopError(
+                f"The loss is {total} after {self.done} updates: training diverged. Try a smaller "
+                f"learning rate than --inner-lr {self.config.inner_lr} or --meta-lr "
+                f"{self.config.meta_lr}."
+            )
         optimizer.zero_grad()
         loss.backward()
         self.ranks.sum_gradients([p for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
-        return self.ranks.sum(loss.detach()).item()
+        return total
 
     def unseen(self, first: int, count: int) -> Sines:
         """Sines that are in no training, with query points on a grid."""
