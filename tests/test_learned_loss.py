@@ -611,7 +611,7 @@ def test_what_came_before_a_net_diverged_counts(name: str) -> None:
     plain = cell._errors(own, cell.problem.rates[0], math.inf, 0)
     assert found[:3] == plain[:3]
     assert found[4:] == [math.inf] * 3 and math.isfinite(plain[-1])
-    assert learned_loss_cell._needed(found, plain[2]) <= 2
+    assert learned_loss_cell._steps_to(found, plain[2]) <= 2
 
 
 def test_a_loss_that_diverges_late_is_drawn_and_told(
