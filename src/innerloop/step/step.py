@@ -377,9 +377,6 @@ class InnerStep(Step):
                 own = {prefix + name: b for name, b in template.requiring.items()}
                 check_buffers({name: b for name, b in own.items() if name not in state.buffers})
 
-    def constants(self, state: State) -> list[Tensor]:
-        return list(state.buffers.values())
-
     def guarded(self) -> InnerStep:
         return dataclasses.replace(self, guard=second_order.Guard())
 
