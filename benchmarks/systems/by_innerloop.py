@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import innerloop as il
-from systems.by_higher import optimizer
 from systems.problem import MetaStep, Problem
-from systems.torch_parts import Batch, loss, network
+from systems.torch_parts import Batch, loss, network, optimizer
 
 _TASKS = ("auto", "loop", "vmap", "threads")
 _UNITS = {"step": "step", "whole": "whole", "compiled": "auto"}
