@@ -7,6 +7,7 @@ whole process; the switch here is one for the calling thread.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,9 +52,11 @@ def multi_head_attention_forward(*args: Any, need_weights: bool = True, **kwargs
     return output, weights if need_weights else None
 
 
-def compose_attention(active: bool) -> None:
-    """Lets ``F.scaled_dot_product_attention`` be :func:`attention` in this thread, or no longer."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, active)
+compose_attention = functools.partial(torch._C._dispatch_tls_set_dispatch_key_included, _KEY)
+"""Lets ``F.scaled_dot_product_attention`` be :func:`attention` in this thread (True), or no longer.
+
+No function of Python, since every step calls it twice.
+"""
 
 
 _ATTENTION = torch.library.Library("aten", "IMPL", _KEY)
