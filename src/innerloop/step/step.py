@@ -98,8 +98,11 @@ class InnerStep(Step):
         with torch.set_grad_enabled(tracked or self.look is not None):
             new = self.update(state._replace(buffers=found.buffers), meta, by_name, found, batch)
         if self.look is not None:
-            self.look(_tree.tensors((new.params, new.opt)), ())
-            new = _tree.map(_tree.detach, new)
+            # The update was given tensors without a graph: one with a graph comes from outside.
+            connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
+            if connected:
+                self.look(connected, ())
+                new = _tree.map(_tree.detach, new)
         return new, found.out if follow else _tree.map(_tree.detach, found.out)
 
     # The parts of a step. -----------------------------------------------------------------------
