@@ -257,13 +257,6 @@ def at_step(learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: in
     return groups
 
 
-def scaled(value: Any, factor: Any) -> Any:
-    """A setting of one group in any of its forms, times a factor."""
-    if isinstance(value, list | tuple):
-        return type(value)(scaled(part, factor) for part in value)
-    return value * factor
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """``settings(opt, time)``: the settings of one step, out of φ_opt and the schedule."""

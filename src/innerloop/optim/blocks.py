@@ -15,8 +15,7 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family, Slots
-from innerloop.optim.settings import Group
+from innerloop.optim.family import Family, Group, Slots
 
 
 class Members(tuple[int, ...]):

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family
-
-Group = dict[str, Any]
-
+from innerloop.optim.family import Family, Group
 
 Shapes = Sequence[Sequence[torch.Size]]
 
