@@ -100,8 +100,11 @@ class InnerStep(Step):
         with torch.set_grad_enabled(tracked or self.look is not None):
             new = self.update(state._replace(buffers=found.buffers), meta, by_name, found, batch)
         if self.look is not None:
-            self.look(_tree.tensors((new.params, new.opt)), ())
-            new = _tree.map(_tree.detach, new)
+            # The update was given tensors without a graph: one with a graph comes from outside.
+            connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
+            if connected:
+                self.look(connected, ())
+                new = _tree.map(_tree.detach, new)
         return new, found.out if follow else _tree.map(_tree.detach, found.out)
 
     # The parts of a step. -----------------------------------------------------------------------
@@ -163,7 +166,8 @@ class InnerStep(Step):
 
         value, out, buffers = self.over(one, params, state.buffers, batch)
         total = value if value.dim() == 0 else value.sum()
-        arguments.check_requires_grad(total)
+        if not total.requires_grad:
+            raise arguments.no_graph()
         return Evaluation(total, out, self._keep_buffers(state.buffers, buffers, asked))
 
     def _evaluate_one(self, params: Any, buffers: Buffers, meta: Meta, batch: Any) -> Any:
@@ -176,7 +180,9 @@ class InnerStep(Step):
         before = self._buffers_in(model, loss)
         out = loss(model, batch, *extra)
         after = self._buffers_in(model, loss)
-        value = arguments.check_loss(out[0] if isinstance(out, tuple) and out else out)
+        value = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex():
+            value = arguments.check_loss(value)
         found = (value, *out[1:]) if isinstance(out, tuple) else value
         return value, found, _changed(before, after)
 
@@ -218,7 +224,7 @@ class InnerStep(Step):
             allow_unused=True,
         )
         refusals.check_gradients(found)
-        if second and self.guard is not None:
+        if second and self.guard is not None and not self.guard.is_done:
             self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
 
@@ -226,9 +232,9 @@ class InnerStep(Step):
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
         """Whether a gradient could be asked of anything that has a part in the loss."""
-        given = _tree.flatten((state.params, meta, batch))[0]
-        if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]):
-            return True
+        for leaf in _tree.leaves((state.params, meta, batch)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                return True
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(

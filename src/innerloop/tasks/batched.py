@@ -40,8 +40,19 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
         rest[:], shape[:] = found, [found_spec]
         return tuple([t for t in found if isinstance(t, Tensor)])
 
-    batched = iter(_vmap(one, [leaves[i] for i in where]))
+    batched = iter(_vmap(one, [_beside(leaves[i], leaves[where[0]].device) for i in where]))
     return _tree.unflatten([next(batched) if isinstance(v, Tensor) else v for v in rest], shape[0])
+
+
+def _beside(leaf: Tensor, device: torch.device) -> Tensor:
+    """One number for each task, on the device of the weights.
+
+    An optimizer counts on the CPU. torch mixes devices only for a 0-d tensor, which a counter is
+    no longer with a task axis.
+    """
+    if leaf.device == device or leaf.device.type != "cpu" or leaf.dim() != 1:
+        return leaf
+    return (leaf.float() if device.type == "mps" else leaf).to(device)  # mps has no float64
 
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
