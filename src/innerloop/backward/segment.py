@@ -40,7 +40,7 @@ class Segment:
         self.sources: list[Tensor | None] = []
         """For each state leaf its stand-in, or None if it has no gradient of its own here."""
         self.original = original
-        self.constants = {id(t) for t in step.constants(state)}
+        self.constants = set(map(id, step.constants(state)))
         self.state = _tree.map(self._enter, state)
         meta = _tree.map(self._stand_in, meta)
         self.outs: list[Any] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.step.state import State
 
 
 def not_a_rule(rule: Any) -> InnerLoopError:
@@ -23,8 +22,7 @@ def not_a_rule(rule: Any) -> InnerLoopError:
     )
 
 
-def not_a_state(state: Any, meta: Any) -> InnerLoopError:
-    wrong = state if not isinstance(state, State) else meta
+def not_a_state(wrong: Any) -> InnerLoopError:
     return InnerLoopError(
         four_part(
             f"You gave a step a {type(wrong).__name__}.",
@@ -47,11 +45,8 @@ def nothing_moves() -> RequirementError:
     )
 
 
-def check_gradients(grads: Iterable[Any]) -> None:
-    """Refuse a loss that has no gradient by any of the weights."""
-    if any([g is not None for g in grads]):
-        return
-    raise RequirementError(
+def no_gradient() -> RequirementError:
+    return RequirementError(
         four_part(
             "The loss does not depend on any of the weights that the optimizer trains.",
             "a loss computed with the model it is handed.",

@@ -72,7 +72,7 @@ class InnerStep(Step):
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         if not isinstance(state, State) or not isinstance(meta, Meta):
-            raise refusals.not_a_state(state, meta)
+            raise refusals.not_a_state(meta if isinstance(state, State) else state)
         try:
             return self._take(state, meta, batch)
         except Exception as error:
@@ -90,7 +90,7 @@ class InnerStep(Step):
         since = graph.now() if tracked else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
-            params = rebuild(state.params, {**self.as_trained(named), **sources})
+            params = rebuild(state.params, {**self.resting(named), **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
             grads = self.gradients(found.total, sources, follow, since)
@@ -131,6 +131,17 @@ class InnerStep(Step):
             name: as_leaf(p) if trained.get(name) and not p.requires_grad else p
             for name, p in named.items()
         }
+
+    def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights as the loss gets those that do not move."""
+        return self.as_trained(named) if self._trains_others else named
+
+    @functools.cached_property
+    def _trains_others(self) -> bool:
+        """Whether the model has weights that require grad and that the rule does not move."""
+        trained = {} if self.model is None else self.model.trained
+        moving = () if self.model is None else self._moving_in_model
+        return any([is_trained and name not in moving for name, is_trained in trained.items()])
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
@@ -223,7 +234,8 @@ class InnerStep(Step):
             create_graph=second,
             allow_unused=True,
         )
-        refusals.check_gradients(found)
+        if all([g is None for g in found]):
+            raise refusals.no_gradient()
         if second and self.guard is not None and not self.guard.is_done:
             self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
@@ -334,7 +346,7 @@ class InnerStep(Step):
             given = state._replace(buffers=buffers)
             with torch.enable_grad():
                 there = self.evaluate(
-                    rebuild(params, {**self.as_trained(named), **sources}), given, meta, batch
+                    rebuild(params, {**self.resting(named), **sources}), given, meta, batch
                 )
                 found = self.gradients(there.total, sources, tracked)
             buffers = there.buffers
@@ -410,7 +422,7 @@ class InnerStep(Step):
         sources = self.sources(named, tracked)
         with torch.enable_grad():
             found = self.evaluate(
-                rebuild(state.params, {**self.as_trained(named), **sources}), state, meta, batch
+                rebuild(state.params, {**self.resting(named), **sources}), state, meta, batch
             )
             grads = self.gradients(found.total, sources, tracked)
         by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
