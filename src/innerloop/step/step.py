@@ -85,7 +85,7 @@ class InnerStep(Step):
             state = state._replace(opt=self.initial(state.params))
         named = named_leaves(state.params)
         sources = self.sources(named, tracked)
-        since = graph.now() if tracked else 0
+        since = graph.now() if tracked and not torch.compiler.is_compiling() else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
             params = rebuild(state.params, {**named, **sources})
@@ -121,7 +121,8 @@ class InnerStep(Step):
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
-        if self.model is not None and named.keys() == self.model.params.keys():
+        compiling = torch.compiler.is_compiling()  # Dynamo does not enter a cached_property
+        if self.model is not None and not compiling and named.keys() == self.model.params.keys():
             return self._moving_in_model
         return self._moving_among(named)
 
@@ -219,6 +220,8 @@ class InnerStep(Step):
         """Whether a gradient could be asked of anything that has a part in the loss."""
         given = _tree.flatten((state.params, meta, batch))[0]
         if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]):
+            return True
+        if torch.compiler.is_compiling():
             return True
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
@@ -473,4 +476,6 @@ def _changed(before: Buffers, after: Buffers) -> dict[str, Tensor]:
 
 
 def _is_written(buffer: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True  # its version would become a value to look at
     return buffer._version > 0 or is_functorch_wrapped_tensor(buffer)  # which count no versions

@@ -45,6 +45,9 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    if torch.compiler.is_compiling():
+        with Corrections():
+            return torch.vmap(one, randomness="different")(*tensors)
     seed = torch.default_generator.initial_seed()
     try:
         with Corrections():
