@@ -15,6 +15,7 @@ from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.call import Prepared, TaskRun
+from innerloop.compile import Compiler
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard.arguments import (
     check_callable,
@@ -35,7 +36,7 @@ from innerloop.optim.settings import merged
 from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.step.state import Meta, State
-from innerloop.step.step import inner_step
+from innerloop.step.step import InnerStep, inner_step
 from innerloop.tasks import Way, axis
 from innerloop.tasks.choice import by_rule
 from innerloop.tasks.way import check_way
@@ -44,6 +45,7 @@ from innerloop.unroll import as_batches, check_strategy
 _ALONE = -1  # the number of a run that is not one of several tasks
 
 
+Wrap = Callable[[InnerStep], InnerStep]
 _BASE, _CARRIED = "_base", "_carried"
 
 
@@ -121,6 +123,7 @@ class InnerLoop(nn.Module):
         self._carried: Any = None
         self._base: Any = None
         self._first_base: Any = None
+        self._compiler: Compiler | None = None
         self.settings = nn.ParameterDict()
         if isinstance(optimizer, torch.optim.Optimizer):
             rule = from_torch(optimizer, template.params)
@@ -144,16 +147,29 @@ class InnerLoop(nn.Module):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
-        way = self._way(tasks)
+        way, carried = self._way(tasks), self._carried
+        if self._compiler is None or not torch.is_grad_enabled():
+            return self._losses(train, val, way)
+        batches = list(as_batches(train))
+
+        def losses(wrap: Wrap | None = None) -> Tensor:
+            self._carried = carried
+            return self._losses(batches, val, way, wrap)
+
+        return self._compiler.run(self, batches, val, way, losses)
+
+    def _losses(self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None) -> Tensor:
+        """L_val; ``wrap`` gives what is to be used in place of the step."""
         if way is not None:
             batches = list(as_batches(train))
-            ended = way.run(
-                self._several(self.prepared(len(batches), False), batches, val, self._value)
-            )
+            run = self.prepared(len(batches), False)
+            if wrap is not None:
+                run = dataclasses.replace(run, step=wrap(run.step))
+            ended = way.run(self._several(run, batches, val, self._value))
             self._keep(lambda: [state for state, _ in ended.each])
             assert ended.losses is not None
             return self._check_losses(ended.losses, ended.weights)
-        run, state, _ = self._single(train)
+        run, state, _ = self._single(train, wrap=wrap)
         value = self._value(*run.measured(state), val)
         return self._check_losses(value, list(state.params.values()))
 
@@ -176,6 +192,33 @@ class InnerLoop(nn.Module):
         self._keep(lambda: [state for state, _ in ended.each])
         return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
 
+    def compile(  # type: ignore[override]
+        self,
+        unit: str = "auto",
+        *,
+        backend: Any = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Compute losses and meta-gradients by compiled programs from now on.
+
+        Unlike ``nn.Module.compile``, it compiles gradients of gradients. With ``"whole"`` all steps
+        and tasks are one program, the fastest for small models and few steps; compile time grows
+        with both. With ``"step"`` one step is, with the strategy's memory. ``"auto"`` chooses by
+        the number of steps and modules. ``backend``, ``mode`` and ``options`` are those of
+        ``torch.compile``.
+
+        A program is made at the first call with tensors of new shapes, or after something changed
+        that it took for a constant; that call runs eagerly too, and its results are compared.
+        What cannot be compiled runs eagerly, with one warning that says why.
+        """
+        self._compiler = Compiler(unit, backend=backend, mode=mode, options=options)
+
+    @property
+    def compiler(self) -> Compiler | None:
+        """The programs that :meth:`compile` made, or why it made none."""
+        return self._compiler
+
     def _way(self, tasks: bool | Way | None) -> Way | None:
         """How to run tasks, or ``None`` if there are none."""
         given = self.tasks if tasks is None else tasks
@@ -185,9 +228,13 @@ class InnerLoop(nn.Module):
         default = self.tasks if isinstance(self.tasks, Way) else self._rule
         return default if given else None
 
-    def _single(self, train: Any, own: bool = False) -> tuple[Prepared, State, Any]:
+    def _single(
+        self, train: Any, own: bool = False, wrap: Wrap | None = None
+    ) -> tuple[Prepared, State, Any]:
         batches = as_batches(train)
         run = dataclasses.replace(self.prepared(len(batches)), own=own)
+        if wrap is not None:
+            run = dataclasses.replace(run, step=wrap(run.step))
         state, outs = run.unrolled(batches, (self._carried or {}).get(_ALONE))
         self._keep(lambda: [state], _ALONE)
         return run, state, outs

@@ -87,7 +87,7 @@ class InnerStep(Step):
             state = state._replace(opt=self.initial(state.params))
         named = named_leaves(state.params)
         sources = self.sources(named, tracked)
-        since = graph.now() if tracked else 0
+        since = graph.now() if tracked and not torch.compiler.is_compiling() else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
             params = rebuild(state.params, {**self.resting(named), **sources})
@@ -134,6 +134,8 @@ class InnerStep(Step):
 
     def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights as the loss gets those that do not move."""
+        if torch.compiler.is_compiling():  # Dynamo does not enter a cached_property
+            return self.as_trained(named)
         return self.as_trained(named) if self._trains_others else named
 
     @functools.cached_property
@@ -145,7 +147,8 @@ class InnerStep(Step):
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
-        if self.model is not None and named.keys() == self.model.params.keys():
+        compiling = torch.compiler.is_compiling()  # Dynamo does not enter a cached_property
+        if self.model is not None and not compiling and named.keys() == self.model.params.keys():
             return self._moving_in_model
         return self._moving_among(named)
 
@@ -244,6 +247,8 @@ class InnerStep(Step):
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
         """Whether a gradient could be asked of anything that has a part in the loss."""
+        if torch.compiler.is_compiling():
+            return True
         for leaf in _tree.leaves((state.params, meta, batch)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return True
@@ -490,7 +495,8 @@ def inner_step(
 def as_leaf(param: Tensor) -> Tensor:
     """A weight as a leaf of the graph, marked as made by a step."""
     leaf = param.detach().requires_grad_()
-    leaf._innerloop_made = True  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling():
+        leaf._innerloop_made = True  # type: ignore[attr-defined]
     return leaf
 
 
@@ -508,4 +514,6 @@ def _changed(before: Buffers, after: Buffers) -> dict[str, Tensor]:
 
 
 def _is_written(buffer: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True  # its version would become a value to look at
     return buffer._version > 0 or is_functorch_wrapped_tensor(buffer)  # which count no versions

@@ -56,6 +56,9 @@ def _beside(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    if torch.compiler.is_compiling():
+        with Corrections():
+            return torch.vmap(one, randomness="different")(*tensors)
     try:
         with Corrections():
             return torch.vmap(one, randomness="different")(*tensors)

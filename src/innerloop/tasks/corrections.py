@@ -40,20 +40,23 @@ class Corrections(NoGenerators):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seed = torch.default_generator.initial_seed()
+        compiling = torch.compiler.is_compiling()
+        self._seed = 0 if compiling else torch.default_generator.initial_seed()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func == _REQUIRES_GRAD:
-            return _requires_grad(args[0])
-        if torch.default_generator.initial_seed() != self._seed:
-            # Tasks would have numbers of their own in spite of it.
-            raise OrderError("it sets the seed of torch's random numbers")
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            # It would call the function again outside, with tensors that exist only inside.
-            raise OrderError("it computes a part again in the backward, by torch.utils.checkpoint")
+        if not torch.compiler.is_compiling():
+            if func == _REQUIRES_GRAD:
+                return _requires_grad(args[0])
+            if torch.default_generator.initial_seed() != self._seed:
+                # Tasks would have numbers of their own in spite of it.
+                raise OrderError("it sets the seed of torch's random numbers")
+            hooks = saved_tensor_hooks()
+            if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+                # It would call the function again outside, with tensors that exist only inside.
+                why = "it computes a part again in the backward, by torch.utils.checkpoint"
+                raise OrderError(why)
         if func in _OF_ALL and len(args) + len(kwargs or {}) == 1 and _is_mapped_once():
             return _OF_ALL[func](*args, **(kwargs or {}))
         if func is functional.embedding:
@@ -78,6 +81,8 @@ def _requires_grad(value: Tensor) -> bool:
 
 
 def _is_mapped_once() -> bool:
+    if torch.compiler.is_compiling():
+        return True  # Dynamo does not see the stack
     stack = get_interpreter_stack()
     return stack is not None and len(stack) == 1
 
