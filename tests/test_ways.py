@@ -82,7 +82,7 @@ def table() -> list[Any]:
     """Every problem with every optimizer, and every choice of what is learned on some.
 
     Dropout draws other numbers in every engine, and LBFGS and LSTMs cannot be batched: see below.
-    Recording takes seconds, so compiled engines leave most of the table to slow runs.
+    Tracing takes seconds, so compiled engines leave most of the table to slow runs.
     """
     problems = [p for p in PROBLEMS | NORMS if p != "dropout"]
     rows = [(p, o) for p in problems for o in ON_EVERY_PROBLEM]
@@ -157,9 +157,11 @@ each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
 
 
 def strategies() -> list[Any]:
-    """On two problems; where recording takes seconds, those that are compiled differently."""
+    """On two problems; where tracing takes seconds, those that are compiled differently."""
     found: list[Any] = [("norm", b, e) for b in STRATEGIES for e in ENGINES if e.unit is None]
     for backward, engine in itertools.product(STRATEGIES, ENGINES):
+        if engine is WHOLE and isinstance(backward, il.Truncated):
+            continue  # runs eagerly: see the tests of compilation
         alike = isinstance(backward, il.Tape | il.Remat | il.Auto) or backward == il.Truncated(1000)
         marks = (pytest.mark.slow,) if engine.unit and alike else ()
         found.append(pytest.param("quadratic", backward, engine, marks=marks))
@@ -172,7 +174,7 @@ def test_every_strategy_is_the_loops_tape(problem: str, backward: Any, engine: E
     assert_alike(outcome(case, engine, backward), by_loop(case))
 
 
-@each_engine
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e is not WHOLE], ids=str)
 @pytest.mark.parametrize("backward", [il.Truncated(1), il.Truncated(1, il.Remat())], ids=repr)
 def test_truncation_is_the_loops(backward: Any, engine: Engine) -> None:
     case = Case("quadratic", "Adam", "lr")
@@ -187,7 +189,7 @@ def test_forward_mode_is_the_loops_tape(engine: Engine) -> None:
     if engine.unit is None:
         assert_alike(outcome(case, engine, il.Forward()), by_loop(case))
         return
-    with pytest.warns(UserWarning, match="cannot be compiled: Forward"):
+    with pytest.warns(UserWarning, match="cannot be compiled.*Forward"):
         actual = outcome(case, engine, il.Forward(), checked=False)
     assert_alike(actual, by_loop(case))
 

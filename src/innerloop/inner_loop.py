@@ -157,9 +157,7 @@ class InnerLoop(nn.Module):
 
         return self._compiler.run(self, batches, val, way, losses)
 
-    def _losses(
-        self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None
-    ) -> Tensor:
+    def _losses(self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None) -> Tensor:
         """L_val; ``wrap`` gives what is to be used in place of the step."""
         if way is not None:
             batches = list(as_batches(train))
