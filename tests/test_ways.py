@@ -91,7 +91,7 @@ def table() -> list[Any]:
     for problem, optimizer in rows:
         for learn in choices(problem, optimizer):
             for engine in ENGINES:
-                if problem == "lstm" and engine in (VMAP, WHOLE):
+                if problem == "lstm" and (engine is VMAP or engine.unit):
                     continue
                 if learn != "everything" and problem not in ("quadratic", "mlp", "learned_loss"):
                     continue
@@ -113,7 +113,7 @@ def _is_quick(case: Case, engine: Engine) -> bool:
         return True
     quick = {"mlp", "norm"}
     if engine.unit == "step":
-        quick |= {"convolution", "norm_bare", "lstm", "tied", "frozen", "learned_loss"}
+        quick |= {"convolution", "norm_bare", "tied", "frozen", "learned_loss"}
     return case.problem in quick and case.optimizer == "SGD"
 
 
@@ -124,12 +124,11 @@ def test_every_way_is_the_loop(case: Case, engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("problem", "engine"),
-    [(p, e) for p in ("lstm", "LBFGS") for e in ENGINES if not (p == "lstm" and e.unit)]
-    + [pytest.param("lstm", WHOLE, marks=pytest.mark.slow)],
+    [(p, e) for p in ("lstm", "LBFGS") for e in ENGINES],
     ids=str,
 )
 def test_what_cannot_be_batched_has_the_loops_result(problem: str, engine: Engine) -> None:
-    """With a warning that names it, or compiled in a loop over the tasks."""
+    """With a warning that names it."""
     lstm = problem == "lstm"
     case = Case("lstm", "SGD", "everything") if lstm else Case("mlp", "LBFGS", "init")
     with warnings.catch_warnings(record=True) as found:
@@ -140,6 +139,8 @@ def test_what_cannot_be_batched_has_the_loops_result(problem: str, engine: Engin
     assert len(messages) <= 1, messages
     if engine is VMAP:
         assert ("layer LSTM" if lstm else "optimizer LBFGS") in messages[0]
+    if engine.unit is not None:
+        assert "cannot be compiled" in messages[0]
 
 
 # Strategies. ------------------------------------------------------------------------------------
