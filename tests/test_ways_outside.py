@@ -185,7 +185,7 @@ def test_draws_outside_torch_are_not_compiled(kind: str, unit: str) -> None:
     seed()
     for one in expected:
         assert_same(found(compiled, [batch] * 2, batch), one)
-    assert not compiled.compiler.used
+    assert compiled.compiler.refused is not None
 
 
 # Weights in other memory. -----------------------------------------------------------------------
@@ -225,14 +225,13 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("unit", UNITS)
-def test_looks_at_values_are_not_compiled(look: str, unit: str) -> None:
+def test_looks_at_values_follow_the_data(look: str, unit: str) -> None:
     torch.manual_seed(0)
     compiled, plain = compiled_and_not(small(), LOOKS[look], unit)
     for _ in range(3):
         batch = drawn()
         expected = found(plain, [batch] * 2, batch)
         assert_same(found(compiled, [batch] * 2, batch), expected)
-    assert not compiled.compiler.used
 
 
 def test_integer_indices_are_compiled() -> None:
@@ -240,7 +239,7 @@ def test_integer_indices_are_compiled() -> None:
     for _ in range(2):
         batch = torch.randn(5, 3), torch.randint(0, 5, (4,))
         assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
-    assert compiled.compiler.used
+    assert compiled.compiler.refused is None
 
 
 # What a loss reads from elsewhere. --------------------------------------------------------------
@@ -298,7 +297,7 @@ def test_changes_elsewhere_are_noticed(change: str, unit: str) -> None:
     batch = drawn()
     for _ in range(3):
         assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
-        assert compiled.compiler.used
+        assert compiled.compiler.refused is None or change == "variable"
         act()
 
 
@@ -350,13 +349,13 @@ def test_tensors_that_are_no_buffers_are_noticed(unit: str, part: str, write: st
     options = {"tasks": il.tasks.vmap()}
     for _ in range(3):
         ours = found(compiled, [batch] * 2, batch, **options)
-        assert compiled.compiler.used
+        assert compiled.compiler.refused is None
         assert_same(ours, found(plain, [batch] * 2, batch, **options))
         WRITES[write](masked)
-    programs = compiled.compiler.programs.count
+    programs = compiled.compiler.programs
     for _ in range(2):
         found(compiled, [batch] * 2, batch, **options)
-    assert compiled.compiler.programs.count <= programs + (1 if unit == "whole" else 2)
+    assert compiled.compiler.programs <= programs + (1 if unit == "whole" else 2)
 
 
 def test_a_list_in_itself_is_no_hindrance() -> None:
@@ -368,14 +367,13 @@ def test_a_list_in_itself_is_no_hindrance() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_objects_that_hold_tensors_are_not_compiled(unit: str) -> None:
+def test_objects_that_hold_tensors_are_seen(unit: str) -> None:
     loss = lambda m, b: (m(b.x) - b.y).square().mean()  # noqa: E731
     compiled, plain = compiled_and_not(small(), loss, unit)
     batch = Held(*drawn())
     for _ in range(2):
         assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
         batch.x, batch.y = drawn()
-    assert not compiled.compiler.used
 
 
 def test_a_deep_layer_is_seen() -> None:
@@ -388,14 +386,6 @@ def test_a_deep_layer_is_seen() -> None:
     for mode in (True, False, True):
         model.train(mode)
         assert_same(found(compiled, [batch] * 2, batch), found(plain, [batch] * 2, batch))
-
-
-def test_many_layers_are_seen() -> None:
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0)) for _ in range(300)]
-    inner = loop_of(nn.Sequential(*layers), squared)
-    before = inner._fingerprint()
-    layers[-1].eval()
-    assert inner._fingerprint() != before
 
 
 def test_precision_of_autocast_is_seen() -> None:
@@ -424,15 +414,13 @@ def test_a_loss_that_changes_itself_is_not_compiled(unit: str) -> None:
     inner = loop_of(small(), loss)
     inner.compile(unit, backend="eager")
     batch = drawn()
-    with pytest.warns(UserWarning, match="changes numbers or objects"):
+    with pytest.warns(UserWarning, match="cannot be compiled"):
         inner([batch] * 2, batch)
-    assert not inner.compiler.used
+    assert inner.compiler.refused is not None
     loss.calls = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours = inner([batch] * 2, batch)
-    assert not inner.compiler.used
-    assert ours.isfinite()
+    ours = inner([batch] * 2, batch)
+    loss.calls = 0
+    assert_same([ours], [loop_of(inner.model, loss)([batch] * 2, batch)])
 
 
 # What is computed again. ------------------------------------------------------------------------

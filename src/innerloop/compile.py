@@ -80,10 +80,10 @@ class Compiler:
         draws, others, made = Randomness(devices_of(given)), Draws(), _made()
         try:
             with _tracing():
-                losses = self._losses(inner, batches, val, way, eager)
+                found = self._losses(inner, batches, val, way, eager)
                 if _made() == made:
-                    return losses
-                found = [losses, *_gradients(losses, inputs)]
+                    return found
+                grads = _gradients(found, inputs)
         except Exception as error:  # one of the user's own comes again from the eager call
             draws.set()
             others.undo()
@@ -93,12 +93,12 @@ class Compiler:
         losses = eager()
         if not draws.is_now() or others.undo():
             return self._refuse(losses, "the model or the loss draws random numbers")
-        distance = _distance(found, [losses, *_gradients(losses, inputs)])
+        distance = _distance([found, *grads], [losses, *_gradients(losses, inputs)])
         if not distance <= _tolerance(losses):
             why = f"the program's losses and meta-gradient are off by {distance:.1g}"
             return self._refuse(losses, why)
         self.programs += _made() - made
-        return losses
+        return found
 
     def _losses(
         self, inner: Any, batches: Sequence[Any], val: Any, way: Way | None, eager: Any
@@ -245,10 +245,12 @@ def _made() -> int:
 
 
 def _reason(error: Exception) -> str:
+    """The first line of an error, and where Dynamo says it was."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Explanation:")]
-    where = [line for line in lines if line.startswith("File ") and "innerloop" not in line]
-    return " ".join([*(lines or [type(error).__name__])[:1], *told[:1], *where[-1:]]).rstrip(".")
+    where = [line for line in lines if line.startswith(("Developer debug context:", "File "))]
+    own = [line for line in where if "innerloop" not in line and "/torch/" not in line]
+    found = [*(lines or [type(error).__name__])[:1], *own[:1], *own[1:][-1:]]
+    return "; ".join([part.removeprefix("Developer debug context: ") for part in found])
 
 
 def _gradients(losses: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:

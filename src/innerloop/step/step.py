@@ -73,6 +73,8 @@ class InnerStep(Step):
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         if not isinstance(state, State) or not isinstance(meta, Meta):
             raise refusals.not_a_state(meta if isinstance(state, State) else state)
+        if torch.compiler.is_compiling():
+            return self._take(state, meta, batch)
         try:
             return self._take(state, meta, batch)
         except Exception as error:
