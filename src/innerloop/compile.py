@@ -225,15 +225,18 @@ def _compiled(function: Any, options: dict[str, Any]) -> Any:
 def _tracing() -> ExitStack:
     """Inner gradients are traced, and backward(retain_graph=True) stays possible."""
     import torch._dynamo
+    from torch._functorch import config as functorch
 
     stack = ExitStack()
     stack.enter_context(
         torch._dynamo.config.patch(trace_autograd_ops=True, recompile_limit=_PROGRAMS)
     )
-    stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+    stack.enter_context(functorch.patch(donated_buffer=False))
     stack.enter_context(warnings.catch_warnings())
     # Dynamo reads it of every tensor that it meets.
     warnings.filterwarnings("ignore", "The .grad attribute")
+    # Torch's compiler uses what torch has deprecated.
+    warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
     return stack
 
 

@@ -25,7 +25,6 @@ from innerloop.guard.arguments import (
     no_settings,
     warn_of_hooks,
 )
-from innerloop.guard.closures import closed_over
 from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
@@ -436,10 +435,8 @@ class InnerLoop(nn.Module):
 
     def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
         """The loss; refuses one that no meta-parameter has an influence on."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._asks():
             return value
-        if not self._asks():
-            return _without_made_leaves(value)
         if not any(p.requires_grad for p in weights):
             raise RequirementError(
                 four_part(
@@ -557,13 +554,6 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
-
-
-def _without_made_leaves(value: Tensor) -> Tensor:
-    """The loss without a graph, if that leads only to leaves that stand for weights."""
-    leaves, _ = closed_over([value], (), 0)
-    made = all(hasattr(leaf, "_innerloop_made") for leaf in leaves)
-    return value.detach() if made else value
 
 
 def _without_graph(value: Any) -> Any:
