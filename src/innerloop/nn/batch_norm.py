@@ -246,7 +246,8 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     for running, new in ((module.running_mean, mean), (module.running_var, variance)):
         assert running is not None
         # Statistics change without counting a version, as torch's own layer changes them.
-        _advance(running if _is_mapped() else running.data, new, share)
+        plain = not torch.compiler.is_compiling() and not _is_mapped()
+        _advance(running.data if plain else running, new, share)
     return batch_norm(x, module.weight, module.bias, eps=module.eps)
 
 
