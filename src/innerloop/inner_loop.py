@@ -30,6 +30,7 @@ from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
+from innerloop.modules.tree import named_tensors, unwrapped
 from innerloop.optim import Rule, from_torch
 from innerloop.optim.blocks import plain_settings, write_settings
 from innerloop.optim.settings import merged
@@ -232,7 +233,9 @@ class InnerLoop(nn.Module):
         self, train: Any, own: bool = False, wrap: Wrap | None = None
     ) -> tuple[Prepared, State, Any]:
         batches = as_batches(train)
-        run = dataclasses.replace(self.prepared(len(batches)), own=own)
+        run = self.prepared(len(batches))
+        if own:
+            run = dataclasses.replace(run, own=True)
         if wrap is not None:
             run = dataclasses.replace(run, step=wrap(run.step))
         state, outs = run.unrolled(batches, (self._carried or {}).get(_ALONE))
@@ -347,7 +350,7 @@ class InnerLoop(nn.Module):
         """
         check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
         check_steady(self.model)
-        template = functional(self.model).template()
+        template = Template(unwrapped(self.model))
         self._check_reach(steps, alone)
         check_steps(self.learned, self._begun(alone) + steps)
         learned = self.learn_init
@@ -411,7 +414,7 @@ class InnerLoop(nn.Module):
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
         measure: Any = loss if self.val_loss is None else self.val_loss
-        named = dict(model.named_parameters())
+        named = named_tensors(model, "_parameters")
         versions = versions_of(named)
         value = measure(model, val)
         check_unwritten(named, versions)
@@ -449,7 +452,7 @@ class InnerLoop(nn.Module):
                     "torch.no_grad() if no gradient is wanted.",
                 )
             )
-        if not reaches(value, (*weights, *self.parameters())):
+        if not reaches(value, weights) and not reaches(value, self.parameters()):
             raise RequirementError(
                 four_part(
                     "The validation loss does not depend on the adapted weights by differentiable "

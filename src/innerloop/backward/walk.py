@@ -98,6 +98,7 @@ class Walk:
         ahead: bool,
     ) -> None:
         self.step, self.meta, self.batches, self.order = step, meta, batches, order
+        self.plain_meta = _tree.map(_tree.detach, meta)
         self.start, self.spec = _tree.flatten(state)
         self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
@@ -186,8 +187,9 @@ class Walk:
             del self.kept[action.at]
         elif isinstance(action, Load):
             working = self.kept[action.at]
-            working.randomness.set()
         elif isinstance(action, Advance):
+            if observer is None:
+                working.randomness.set()
             working = self._take(step, working, action, observer)
         return working
 
@@ -195,21 +197,24 @@ class Walk:
         self, step: Step, working: Kept, action: Advance, observer: closures.Observer | None
     ) -> Kept:
         """Take steps without a graph; the first time, an observer sees what they close over."""
-        state, meta = working.state, _tree.map(_tree.detach, self.meta)
+        state = working.state
         for j in range(*action):
             batch = self._batch(j)
-            state, out = step(state, meta, _tree.map(cut, batch))
+            state, out = step(state, self.plain_meta, _tree.map(cut, batch))
             if observer is not None:
                 observer.settle()
-                self.outs.append(_tree.map(_tree.detach, out))
+                self.outs.append(out)
                 self.norms.append(_norms_of(state, out))
         return Kept(state, Randomness(self.devices, working.randomness))
 
     def _batch(self, j: int) -> Any:
         if j in self.learned_batches:
             return self.learned_batches[j]
-        with torch.enable_grad():  # a batch may be computed only now, out of learned data
+        if type(self.batches) is list:
             batch = self.batches[j]
+        else:
+            with torch.enable_grad():  # a batch may be computed only now, out of learned data
+                batch = self.batches[j]
         if j >= len(self.outs):  # for the first time
             tensors = _tree.tensors(batch)
             self.callers.add(tensors)
@@ -363,7 +368,8 @@ class Walk:
 
 def _norms_of(state: Any, out: Any) -> Tensor:
     """The norms of all tensors in a state and an output, which another step would change."""
-    leaves = [t.detach() for t in _tree.leaves((state, out)) if differentiable(t) and t.numel()]
+    tensors = _tree.tensors((state, out))
+    leaves = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     if not leaves:
         return torch.empty(0)
     norms = torch._foreach_norm(leaves)  # type: ignore[attr-defined]
