@@ -104,7 +104,7 @@ class Walk:
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, Kept] = {}
         self.outs: list[Any] = []
-        self.norms: list[Tensor] = []
+        self.norms: list[Sequence[Tensor]] = []
         """The norms of each step's results, by which a step is recognized when taken again."""
         self.learned_batches: dict[int, Any] = {}
         """Batches with tensors that require grad. Fetched again, they could be other tensors."""
@@ -253,6 +253,7 @@ class Walk:
         self.callers.check()
         self.sums: dict[int, Tensor] = {}
         self.compared: list[tuple[Tensor, Tensor]] = []
+        """Norms of the second time, each with that of the first."""
         self.is_searched = self.segment is not None
         above: Grads = [None] * len(self.final)
         for i, grad in zip(self.moved, grads, strict=False):
@@ -315,17 +316,19 @@ class Walk:
             self.step, working.state, self.meta, batches, self.original, self.closed_over
         )
 
-    def _note(self, norms: Tensor, step: int) -> None:
+    def _note(self, norms: Sequence[Tensor], step: int) -> None:
         """Keep the norms of a step that was taken again, to compare all of them at once."""
-        if norms.shape != self.norms[step].shape:
+        if len(norms) != len(self.norms[step]):
             raise _not_the_same()
-        self.compared.append((norms, self.norms[step]))
+        self.compared += zip(norms, self.norms[step], strict=True)
 
     def _compare(self) -> None:
         """Refuse steps that came out otherwise than the first time. The one read on the host."""
         if not self.compared:
             return
-        now, then = map(torch.cat, zip(*self.compared, strict=True))
+        device = self.compared[0][0].device
+        norms = [norm.to(device) for pair in self.compared for norm in pair]
+        now, then = torch.stack(norms).double().view(-1, 2).unbind(1)
         close = torch.isclose(now, then, rtol=_tolerance(self.final), equal_nan=True)
         if not now.is_meta and not close.all():
             raise _not_the_same()
@@ -366,15 +369,11 @@ class Walk:
         return list(found)
 
 
-def _norms_of(state: Any, out: Any) -> Tensor:
+def _norms_of(state: Any, out: Any) -> Sequence[Tensor]:
     """The norms of all tensors in a state and an output, which another step would change."""
     tensors = _tree.tensors((state, out))
     leaves = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    if not leaves:
-        return torch.empty(0)
-    norms = torch._foreach_norm(leaves)  # type: ignore[attr-defined]
-    device = norms[0].device
-    return torch.stack([n if n.device == device else n.to(device) for n in norms]).double()
+    return torch._foreach_norm(leaves) if leaves else ()  # type: ignore[attr-defined]
 
 
 def _tolerance(state: Any) -> float:
