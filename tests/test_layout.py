@@ -18,7 +18,7 @@ GROUND = {"errors", "_tree", "_numerics"}
 BELOW_GUARD = GROUND | {"nn", "modules", "optim"}
 BELOW_UNROLL = BELOW_GUARD | {"guard", "step", "backward"}
 BELOW_LOOP = BELOW_UNROLL | {"unroll", "tasks"}
-LOOP = {"adapted", "settings", "call", "inner_loop"}
+LOOP = {"adapted", "settings", "call", "compile", "inner_loop"}
 ABOVE = {"meta_update", "diagnose", "plot", "estimate", "algorithms"}
 MAY_IMPORT = {
     **{room: set() for room in GROUND},

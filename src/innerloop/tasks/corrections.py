@@ -41,12 +41,12 @@ class Corrections(NoGenerators):
     def __init__(self) -> None:
         super().__init__()
         compiling = torch.compiler.is_compiling()
-        self._seed = 0 if compiling else torch.default_generator.initial_seed()
+        self._seed = None if compiling else torch.default_generator.initial_seed()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not torch.compiler.is_compiling():
+        if self._seed is not None:
             if func == _REQUIRES_GRAD:
                 return _requires_grad(args[0])
             if torch.default_generator.initial_seed() != self._seed:
