@@ -249,12 +249,12 @@ class InnerStep(Step):
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
         """Whether a gradient could be asked of anything that has a part in the loss."""
-        if torch.compiler.is_compiling():
-            return True
         for part in (state.params, meta, batch):
             for leaf in _tree.leaves(part):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     return True
+        if torch.compiler.is_compiling():
+            return True
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(

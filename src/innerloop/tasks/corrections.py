@@ -40,13 +40,13 @@ class Corrections(NoGenerators):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_compiling = torch.compiler.is_compiling()
-        self._seed = 0 if self._is_compiling else torch.default_generator.initial_seed()
+        compiling = torch.compiler.is_compiling()
+        self._seed = None if compiling else torch.default_generator.initial_seed()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not self._is_compiling:
+        if self._seed is not None:
             if func == _REQUIRES_GRAD:
                 return _requires_grad(args[0])
             if torch.default_generator.initial_seed() != self._seed:
