@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from innerloop.experiments.sweep import Job, jobs
+from innerloop.experiments.sweep.command import Job, jobs
 
 _GRID = {"dataset": ["glyphs"], "way": [3], "shot": [1], "model": ["mlp"]}
 _GRID |= {"inner_optim": ["sgd"], "seed": [0]}

@@ -25,6 +25,7 @@ _MODULES = {
     "torchopt": "by_torch",
     "jax": "by_jax",
 }
+_DISTRIBUTIONS = {"innerloop": "torch-innerloop"}
 _PACKAGES = {"torch.func": ("torch",), "torch": ("torch",), "jax": ("jax", "optax")}
 
 
@@ -65,7 +66,7 @@ class _Worker:
         module = importlib.import_module(f"systems.{_MODULES[self.system]}")
         self.step = module.build(problem, self.way, self.system)
         packages = _PACKAGES.get(self.system, (self.system,))
-        return {"versions": {name: version(name) for name in packages}}
+        return {"versions": {name: version(_DISTRIBUTIONS.get(name, name)) for name in packages}}
 
     def gradient(self, path: str) -> dict[str, Any]:
         import numpy

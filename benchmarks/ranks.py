@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from innerloop import data, models
-from innerloop.experiments._few_shot import FewShot
-from innerloop.experiments._ranks import Ranks
+from innerloop.experiments.framework.ranks import Ranks
+from innerloop.experiments.maml.learner import FewShot
 
 _WARM, _TIMED = 2, 10
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, jacrev, stack_module_state, vmap
 
-from innerloop.experiments._sines import HIGH, LOW, build_net, draw_sines
+from innerloop.experiments.sine.problem import HIGH, LOW, build_net, draw_sines
 
 _RATES = (0.003, 0.005, 0.008, 0.012, 0.018, 0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2)
 _GRID = torch.linspace(LOW, HIGH, 101).unsqueeze(1)

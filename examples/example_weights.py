@@ -27,7 +27,7 @@ class Weighted(nn.Module):
         return (self.raw.sigmoid() * cross_entropy(model(x), y, reduction="none")).mean()
 
 
-def judge(model, batch):
+def val_loss(model, batch):
     """The validation loss: all examples alike."""
     return cross_entropy(model(batch[0]), batch[1])
 
@@ -45,7 +45,7 @@ def main(iterations=60, count=100):
     model = nn.Linear(5, 2)
     loss = Weighted(count)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    inner = il.InnerLoop(model, sgd, loss, learn=(), val_loss=judge)
+    inner = il.InnerLoop(model, sgd, loss, learn=(), val_loss=val_loss)
     with torch.no_grad():
         before = accuracy(inner.adapt(train), test)
 

@@ -6,7 +6,7 @@ import innerloop as il
 
 x = torch.randn(8, 20, 2)  # [tasks, points, 2]
 y = (x @ torch.randn(8, 2, 1) > 0).long().squeeze(-1)  # [tasks, points]
-support, query = (x[:, :10], y[:, :10]), (x[:, 10:], y[:, 10:])  # to train on, to be judged on
+support, query = (x[:, :10], y[:, :10]), (x[:, 10:], y[:, 10:])  # to train on, to evaluate on
 model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
 
 

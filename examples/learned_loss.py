@@ -13,7 +13,7 @@ STEPS, RATE = 10, 0.1
 
 
 def sines(tasks):
-    """Points of each sine to train on, and to be judged by: (x, y), [tasks, 30, 1] each."""
+    """Points of each sine to train on, and to evaluate on: (x, y), [tasks, 30, 1] each."""
     amplitude, phase = 0.1 + 4.9 * torch.rand(tasks, 1, 1), math.pi * torch.rand(tasks, 1, 1)
     x = 10 * torch.rand(2, tasks, 30, 1) - 5
     return list(zip(x, amplitude * torch.sin(x - phase), strict=True))
@@ -23,18 +23,18 @@ def new_net():
     return nn.Sequential(nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 1))
 
 
-def judge(model, batch):
-    """What a net is wanted for."""
+def task_loss(model, batch):
+    """The loss of the task."""
     return mse_loss(model(batch[0]), batch[1])
 
 
 def learn_loss(iterations):
-    # It begins as the squared error, and is told the place of each error and the step.
+    # It begins as the squared error. Its inputs are the place of each error and the step.
     net, criterion = new_net(), LearnedLoss(form="weighted", extras=1, steps=STEPS)
     sgd = torch.optim.SGD(net.parameters(), lr=RATE)
     # Only the loss is learned: the net starts from new weights every time.
     clip = il.clip_norm(3.0)
-    inner = il.InnerLoop(net, sgd, criterion, learn=(), val_loss=judge, grad_transform=clip)
+    inner = il.InnerLoop(net, sgd, criterion, learn=(), val_loss=task_loss, grad_transform=clip)
     meta = torch.optim.Adam(inner.parameters(), lr=0.02)
     for _ in range(iterations):
         net.load_state_dict(new_net().state_dict())
@@ -59,7 +59,7 @@ def train(problems, rate, loss):
             loss(net(x), y, x, step).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 3.0)
             sgd.step()
-        errors.append(judge(net, query).item() / len(problems))
+        errors.append(task_loss(net, query).item() / len(problems))
     return sum(errors)
 
 

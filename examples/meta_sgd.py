@@ -9,7 +9,7 @@ from innerloop import algorithms
 
 
 def sines(tasks: int, points: int = 10):
-    """Points of random sine waves to adapt on, and points to be judged on: (x, y) each."""
+    """Points of random sine waves to adapt on, and points to evaluate on: (x, y) each."""
     amplitude, phase = 0.1 + 4.9 * torch.rand(tasks, 1, 1), math.pi * torch.rand(tasks, 1, 1)
     x = 10 * torch.rand(tasks, 2 * points, 1) - 5  # [tasks, points, 1]
     y = amplitude * torch.sin(x - phase)

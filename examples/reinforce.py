@@ -17,9 +17,9 @@ def examples(count):
     return torch.randn(count, 4) + y, y
 
 
-def f1(said, y):
+def f1(predicted, y):
     """The F1 score of yes-or-no answers: counts, nothing to differentiate."""
-    return 2 * (said * y).sum() / (said.sum() + y.sum()).clamp(min=1)
+    return 2 * (predicted * y).sum() / (predicted.sum() + y.sum()).clamp(min=1)
 
 
 class Weighted(nn.Module):
@@ -35,11 +35,11 @@ class Weighted(nn.Module):
         return (weights * binary_cross_entropy_with_logits(model(x), y, reduction="none")).mean()
 
 
-def judge(model, batch):
+def val_loss(model, batch):
     """The validation loss: one minus the F1 score of answers drawn from the model."""
     x, y = batch
     law = Bernoulli(logits=model(x))
-    return reinforce(law, lambda said: 1 - f1(said, y), samples=16)
+    return reinforce(law, lambda predicted: 1 - f1(predicted, y), samples=16)
 
 
 def main(iterations=60):
@@ -48,7 +48,7 @@ def main(iterations=60):
     model = nn.Linear(4, 1)
     loss = Weighted()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    inner = il.InnerLoop(model, sgd, loss, learn=("lr",), val_loss=judge)
+    inner = il.InnerLoop(model, sgd, loss, learn=("lr",), val_loss=val_loss)
 
     def score():
         with torch.no_grad():

@@ -28,18 +28,16 @@ from hostile import TIMES, TRIED
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import (
-    estimate,
-    hyperopt,
-    learned_loss,
-    learned_optimizer,
-    maml,
-    maml_rl,
-    meta_lr,
-    sine,
-)
-from innerloop.experiments._command_line import as_json, from_json
-from innerloop.experiments._run import Run
+from innerloop.experiments.estimate import training as estimate
+from innerloop.experiments.framework.run import Run
+from innerloop.experiments.framework.settings import as_json, from_json
+from innerloop.experiments.hyperopt import training as hyperopt
+from innerloop.experiments.learned_loss import training as learned_loss
+from innerloop.experiments.learned_optimizer import training as learned_optimizer
+from innerloop.experiments.maml import training as maml
+from innerloop.experiments.maml_rl import training as maml_rl
+from innerloop.experiments.meta_lr import training as meta_lr
+from innerloop.experiments.sine import training as sine
 
 NAMES = [field.name for field in dataclasses.fields(maml.Config)]
 KINDS: list[type] = [

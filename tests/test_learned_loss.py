@@ -7,8 +7,6 @@ import dataclasses
 import io
 import json
 import math
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import innerloop as il
-from commands import flags_of, untimed
+from commands import flags_of, stop_and_resume, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import _learned_loss_cell as learned_loss_cell
-from innerloop.experiments import learned_loss
-from innerloop.experiments._learned_loss_cell import Cell
-from innerloop.experiments._learned_loss_problems import PROBLEMS
-from innerloop.experiments.learned_loss import Config
+from innerloop.experiments.learned_loss import cell as learned_loss_cell
+from innerloop.experiments.learned_loss import training as learned_loss
+from innerloop.experiments.learned_loss.cell import Cell
+from innerloop.experiments.learned_loss.problem import PROBLEMS
+from innerloop.experiments.learned_loss.training import Config
 from innerloop.learned import LearnedLoss
 
 TASKS, POINTS = 3, 6
@@ -535,21 +533,9 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 5, 7])
-def test_a_stopped_run_goes_on_to_the_same_result(
-    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
     """Stopped among the updates, among the rates, and in the second cell."""
-    advance = learned_loss.LearningLosses.advance
-
-    def asking(experiment: learned_loss.LearningLosses) -> dict[str, str]:
-        if experiment.done == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(experiment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(learned_loss.LearningLosses, "advance", asking)
-        assert main(flags(tmp_path / "stopped")) == 130
-    assert main(["learned-loss", "--resume", str(tmp_path / "stopped")]) == 0
+    stop_and_resume(flags(tmp_path / "stopped"), learned_loss.LearningLosses, after)
     assert untimed(tmp_path / "stopped") == untimed(whole)
 
 
@@ -599,9 +585,9 @@ def test_an_update_after_which_nets_diverge_is_undone() -> None:
 def test_neither_loss_moves_a_net_further_than_the_longest_gradient() -> None:
     """Whatever the loss is: a weight moves by at most the rate times the norm."""
     cell = Cell(Config(problem="sines", steps=2, tasks=2, inner_clip=0.5), "sines", 0)
-    tasks = cell._begun(torch.Generator().manual_seed(0), 2, 1)
+    tasks = cell._draw_tasks(torch.Generator().manual_seed(0), 2, 1)
     for loss in (cell.criterion, cell.problem.task_loss):
-        watched = learned_loss_cell._Watched(loss, cell.problem.error)
+        watched = learned_loss_cell._Measured(loss, cell.problem.error)
         inner = cell._loop(watched, 0.1, cell.clip)
         for adapted in inner.adapt([(cell._batch(tasks.support, 0), tasks.query)], tasks=True):
             moved = torch.cat([p.flatten() for p in adapted.params.values()]).norm()
@@ -625,7 +611,7 @@ def test_what_came_before_a_net_diverged_counts(name: str) -> None:
     plain = cell._errors(own, cell.problem.rates[0], math.inf, 0)
     assert found[:3] == plain[:3]
     assert found[4:] == [math.inf] * 3 and math.isfinite(plain[-1])
-    assert learned_loss_cell._needed(found, plain[2]) <= 2
+    assert learned_loss_cell._steps_to(found, plain[2]) <= 2
 
 
 def test_a_loss_that_diverges_late_is_drawn_and_told(
@@ -659,7 +645,7 @@ def test_held_out_digits_are_in_no_training_task() -> None:
         (["--form", "weighed"], "weighted"),
         (["--steps", "200"], "horizon"),
         (["--moments", "-1"], "at least 0"),
-        (["--seeds", "0"], "at least 1"),
+        (["--seeds", "0"], "from 1 to 10000, not 0"),
         (["--inner-lr", "nan"], "above 0"),
         (["--inner-clip", "0"], "above 0"),
         (["--momentum", "1"], "below 1"),

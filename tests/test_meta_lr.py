@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,15 @@ import torch
 from torch import nn
 
 import innerloop as il
-from commands import flags_of, untimed
+from commands import flags_of, stop_and_resume, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
-from innerloop.experiments import _meta_lr_figures, _pictures, meta_lr
-from innerloop.experiments._coloured_shapes import coloured_shapes
-from innerloop.experiments._meta_lr_cell import Cell, parameter_groups
+from innerloop.experiments.meta_lr import figures as _meta_lr_figures
+from innerloop.experiments.meta_lr import images as _pictures
+from innerloop.experiments.meta_lr import training as meta_lr
+from innerloop.experiments.meta_lr.cell import Cell, parameter_groups
+from innerloop.experiments.meta_lr.shapes import coloured_shapes
 from innerloop.models import DenseNetBC
 
 TINY = {
@@ -97,7 +97,7 @@ def test_the_paper_has_299_groups_and_077_million_parameters() -> None:
     model = DenseNetBC(growth=12, depth=100)
     assert len(parameter_groups(model, "tensor")) == 299
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == 0.77
-    paper = meta_lr.configured({}, "paper")
+    paper = meta_lr.Config.configure({}, "paper")
     assert (paper.depth, paper.growth, paper.epochs, paper.seeds) == (100, 12, 300, 3)
     assert (paper.meta_steps, paper.meta_batch, paper.val_batches) == (15, 16, 10)
     assert (paper.batch, paper.val_part, paper.meta_lr) == (64, 0.01, 1e-3)
@@ -206,7 +206,7 @@ def test_everything_in_the_optimizer_can_be_learned(changed: dict, count: int) -
 
 def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
     images = torch.rand(64, 3, 32, 32) + 1
-    moved = _pictures.augmented(images, _pictures.stream(0))
+    moved = _pictures.augment(images, _pictures.stream(0))
     seen = set()
     for before, after in zip(images, moved, strict=True):
         padded = torch.nn.functional.pad(before, [4] * 4)
@@ -230,7 +230,7 @@ def test_parts_are_disjoint_and_normalized() -> None:
     assert (len(found.train.labels), len(found.val.labels)) == (180, 20)
     both = torch.cat([found.train.images, found.val.images]).flatten(1)
     assert len(both.unique(dim=0)) == len(shapes.images.flatten(1).unique(dim=0)) == 200
-    plain = _pictures.normalized(found.train.images, found).double()
+    plain = _pictures.normalize(found.train.images, found).double()
     assert plain.mean((0, 2, 3)).abs().max() < 1e-5
     assert (plain.std((0, 2, 3)) - 1).abs().max() < 1e-5
     other = _pictures.split(shapes, shapes, 0.1, seed=4)
@@ -238,7 +238,7 @@ def test_parts_are_disjoint_and_normalized() -> None:
 
 
 def test_validation_batches_use_all_before_one_comes_again() -> None:
-    rows = torch.cat(_pictures.drawn(10, 4, 5, _pictures.stream(0)))
+    rows = torch.cat(_pictures.draw_rows(10, 4, 5, _pictures.stream(0)))
     assert rows.bincount().tolist() == [2] * 10
 
 
@@ -267,24 +267,10 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [8, 21])
-def test_a_stopped_run_goes_on_to_the_same_result(
-    whole: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
     """Between two runs, and in the middle of an epoch with learned rates."""
-    folder = tmp_path / "stopped"
-    advance = meta_lr.MetaLr.advance
-
-    def asking(experiment: meta_lr.MetaLr) -> dict[str, str]:
-        if experiment.done == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(experiment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(meta_lr.MetaLr, "advance", asking)
-        assert main(flags(folder)) == 130
-    assert not (folder / "result.json").exists()
-    assert main(["meta-lr", "--resume", str(folder)]) == 0
-    assert untimed(folder) == untimed(whole)
+    stop_and_resume(flags(tmp_path / "stopped"), meta_lr.MetaLr, after)
+    assert untimed(tmp_path / "stopped") == untimed(whole)
 
 
 @pytest.mark.parametrize(
@@ -300,9 +286,9 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         (["--groups", "layer"], "part"),
         (["--backward", "ramat"], "remat"),
         (["--depth", "12"], "multiple of 6"),
-        (["--lr", "nan"], "number"),
+        (["--lr", "nan"], "must be above 0, not nan"),
         (["--lr", "0"], "above 0"),
-        (["--val-part", "1"], "between"),
+        (["--val-part", "1"], "above 0 and below 1, not 1.0"),
         (["--val-part", "0.0001", "--shapes", "20"], "--val-part"),
         (["--preset", "papr"], "paper"),
         (["--data", "no-such-folder"], "no-such-folder"),

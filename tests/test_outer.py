@@ -15,8 +15,8 @@ from commands import flags_of
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError, InnerLoopError
-from innerloop.experiments._few_shot import FewShot
-from innerloop.experiments._outer import Outer
+from innerloop.experiments.maml.learner import FewShot
+from innerloop.experiments.maml.outer import Outer
 
 TINY = {
     "--model": "mlp",

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from commands import read, without_times
 from innerloop.errors import InnerLoopError
-from innerloop.experiments._experiment import carry_out
-from innerloop.experiments._parts import Part, Parts
-from innerloop.experiments._ranks import Ranks
-from innerloop.experiments._run import Run
+from innerloop.experiments.framework.experiment import carry_out
+from innerloop.experiments.framework.parts import Part, Parts
+from innerloop.experiments.framework.ranks import Ranks
+from innerloop.experiments.framework.run import Run
 from processes import leave_group
 
 UNITS = (3, 5, 1, 4, 7)
@@ -54,7 +54,7 @@ class Walk(Part):
         self.sum = state["sum"].clone()
         self.generator.set_state(state["generator"])
 
-    def kept(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return {"end": self.sum.item()}
 
 
@@ -76,12 +76,12 @@ class Walks(Parts):
         return shown
 
     def result(self) -> dict[str, Any]:
-        return {"ends": [kept["end"] for kept in self.kept]}
+        return {"ends": [outcome["end"] for outcome in self.outcomes]}
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
         (folder / "drawn").touch()
 
-    def told(self, result: dict[str, Any]) -> str:
+    def describe(self, result: dict[str, Any]) -> str:
         return ""
 
 

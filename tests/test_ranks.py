@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import innerloop as il
-from innerloop.experiments._ranks import ALONE, Ranks
+from innerloop.experiments.framework.ranks import ALONE, Ranks
 from processes import leave_group
 
 TASKS = 4
@@ -123,15 +123,15 @@ def by_sum(rank: int, count: int, store: str) -> None:
     own = torch.arange(5)[ranks.share(5)]
     found = {
         "sums": [p.grad for p in params],
-        "assembled": ranks.assembled(own, 5),
-        "told": ranks.told(lambda: b"state") == b"state",
-        "empty": ranks.told(lambda: b"") == b"",
-        "nothing": ranks.told(lambda: None),
-        "gathered": [data.decode() for data in ranks.gathered(b"x" * rank)],
+        "assembled": ranks.assemble(own, 5),
+        "told": ranks.broadcast(lambda: b"state") == b"state",
+        "empty": ranks.broadcast(lambda: b"") == b"",
+        "nothing": ranks.broadcast(lambda: None),
+        "gathered": [data.decode() for data in ranks.gather(b"x" * rank)],
         "any": [*ranks.any(rank == count - 1), *ranks.any(False)],
     }
     try:
-        ranks.told(failing)
+        ranks.broadcast(failing)
     except il.InnerLoopError as error:
         found["error"] = str(error)
     ranks.agree("settings", {"--tasks": 3})

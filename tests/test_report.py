@@ -14,12 +14,11 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import _paper_tables as paper
-from innerloop.experiments import _report_figures as figures
-from innerloop.experiments import report as module
-from innerloop.experiments._compared import appendix, averaged, table_1
-from innerloop.experiments._found_runs import read_runs
-from innerloop.experiments.report import main, report
+from innerloop.experiments.report import command as module
+from innerloop.experiments.report import figures, paper
+from innerloop.experiments.report.command import main, report
+from innerloop.experiments.report.runs import read_runs
+from innerloop.experiments.report.tables import appendix, average, table_1
 
 CONFIG = {
     "dataset": "omniglot",
@@ -60,7 +59,7 @@ def make(folder, accuracy=0.99, metrics=None, **config):
 
 def means(*folders):
     runs, remarks = read_runs(folders)
-    return averaged(runs, remarks), remarks
+    return average(runs, remarks), remarks
 
 
 def words(line):

@@ -20,17 +20,20 @@ from torch.distributed import TCPStore
 
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
-from innerloop.experiments import maml_rl, sine
-from innerloop.experiments._command_line import as_json, from_json, program
-from innerloop.experiments._experiment import STOPPED, WRONG, carry_out
-from innerloop.experiments._run import Run
+from innerloop.experiments.framework.command_line import WRONG, program
+from innerloop.experiments.framework.experiment import STOPPED, carry_out
+from innerloop.experiments.framework.run import Run
+from innerloop.experiments.framework.settings import Bounds, as_json, from_json
+from innerloop.experiments.maml.settings import Config
+from innerloop.experiments.maml_rl import training as maml_rl
+from innerloop.experiments.sine import training as sine
 
 TINY = ["sine", "--iterations", "2", "--tasks", "1", "--held-out", "3"]
 
 
 def folder_of(tmp_path: Path) -> Run:
     run = Run(tmp_path / "run")
-    with run.held(new=True):
+    with run.lock(new=True):
         run.start({})
     return run
 
@@ -119,7 +122,7 @@ def test_all_checkpoints_may_be_kept(tmp_path: Path) -> None:
 
 def test_no_checkpoint_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sine", "--keep", "0"]) == 2
-    assert "--keep 0 cannot be" in capsys.readouterr().err
+    assert "--keep must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_if_all_are_damaged_it_does_not_speak_of_one_before(
@@ -135,19 +138,19 @@ def test_if_all_are_damaged_it_does_not_speak_of_one_before(
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = folder_of(tmp_path)
-    with run.held(), pytest.raises(InnerLoopError, match="Another process"), run.held():
+    with run.lock(), pytest.raises(InnerLoopError, match="Another process"), run.lock():
         pass
-    with run.held():
+    with run.lock():
         pass
 
 
 def test_of_two_starts_at_once_one_writes_nothing(tmp_path: Path) -> None:
     first = sine.Comparison(sine.Config(iterations=2, tasks=1, held_out=3))
     run = Run(tmp_path / "run")
-    with run.held(new=True):
+    with run.lock(new=True):
         with pytest.raises(InnerLoopError, match="Another process"):
             carry_out(first, sine.Config(seed=5), run, quiet=True)
-        assert not list(run.folder.iterdir())
+        assert [path.name for path in run.folder.iterdir()] == [".lock"]
 
 
 def test_a_process_that_died_is_no_reason_to_start_again(
@@ -198,7 +201,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     drawn = run.folder / ".figures-abcd1234"
     drawn.mkdir()
     (drawn / "half.png").touch()
-    with run.held():
+    with run.lock():
         assert not left.exists() and not drawn.exists()
 
 
@@ -232,11 +235,11 @@ def test_how_many_checkpoints_to_keep_is_part_of_a_run(
         seen.append(given[2].keep)
 
     with monkeypatch.context() as patch:
-        patch.setattr("innerloop.experiments._experiment.carry_out", noting)
+        patch.setattr("innerloop.experiments.framework.experiment.carry_out", noting)
         assert main(["sine", "--resume", str(run)]) == STOPPED
     assert seen == [4]
     assert main(["sine", "--resume", str(run), "--keep", "3"]) == 0
-    assert Run(run).kept() == 3
+    assert Run(run).read_keep() == 3
     Run(run).write_json("config.json", Run(run).config() | {"keep": 0})
     assert main(["sine", "--resume", str(run)]) == WRONG
     assert "keep = 0" in capsys.readouterr().err
@@ -253,7 +256,7 @@ def test_a_run_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (new / "result.json").exists() and not old.exists()
     assert main(["sine", "--resume", str(new), "--out", str(old)]) == WRONG
     error = capsys.readouterr().err
-    assert f"--out {old} cannot be: it must be {new}" in error
+    assert f"--out must be {new}, as --resume names it, or left out, not {old}" in error
 
 
 def test_the_next_command_can_be_copied(
@@ -432,7 +435,7 @@ def test_a_preset_beside_a_run_to_go_on_with_is_refused(
         (["meta-lr", "--optimizer", "rmsprop", "--learn", "momentum"], "--learn"),
         (["meta-lr", "--optimizer", "adamw", "--momentum", "0.5"], "--momentum"),
         (["meta-lr", "--learn", "momentum", "--transform", "log"], "--transform"),
-        (["maml", "--learn-betas"], "--learn-betas cannot be with --inner-optim sgd"),
+        (["maml", "--learn-betas"], "--learn-betas has no effect with --inner-optim sgd"),
     ],
 )
 def test_values_that_cannot_be_are_refused(
@@ -483,12 +486,12 @@ def test_processes_that_do_not_find_each_other(
 _MEET = """
 import sys, time
 import torch
-from innerloop.experiments import _ranks
+from innerloop.experiments.framework import ranks as _ranks
 _ranks._CONNECT = float(sys.argv[1])
 time.sleep(float(sys.argv[2]))
-with _ranks.joined("cpu") as ranks:
+with _ranks.join_group("cpu") as ranks:
     time.sleep(float(sys.argv[3]))
-    assert ranks.summed(torch.ones(1)).item() == 2
+    assert ranks.sum(torch.ones(1)).item() == 2
 print("met")
 """
 
@@ -534,8 +537,8 @@ def test_a_process_that_waits_for_others_in_vain() -> None:
 
 _LEAVE = """
 import pathlib
-from innerloop.experiments import _ranks
-with _ranks.joined("cpu"):
+from innerloop.experiments.framework import ranks as _ranks
+with _ranks.join_group("cpu"):
     import torch._dynamo
 names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
 print(*names)
@@ -612,3 +615,34 @@ def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:
         for learner in (training.learner, fresh)
     )
     assert not torch.equal(trained, start)
+
+
+def test_help_shows_the_defaults_of_each_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["maml", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "meta-updates (quick: 300, paper: 75000)" in text
+    assert "classes of a task (5)" in text
+    assert "one of loop, threads, vmap (vmap)" in text
+    quick = Config.configure({}, "quick")
+    assert (quick.iterations, quick.way, quick.tasks_by) == (300, 5, "vmap")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (Bounds(1), [1, 10**9], [0, math.nan, math.inf]),
+        (Bounds(0, above=True), [1e-300], [0, -1, math.nan, math.inf]),
+        (Bounds(0, above=True, infinite=True), [1e-300, math.inf], [0, math.nan]),
+        (Bounds(0, 1, below=True), [0, 0.5], [1, -0.1, math.nan]),
+        (Bounds(2, 5), [2, 5], [1, 6]),
+    ],
+    ids=str,
+)
+def test_bounds(bounds: Bounds, inside: list[float], outside: list[float]) -> None:
+    for value in inside:
+        bounds.check("some_name", value)
+    for value in outside:
+        text = rf"^--some-name must be {bounds}.*, not {value}\.$"
+        with pytest.raises(InnerLoopError, match=text):
+            bounds.check("some_name", value)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from innerloop.__main__ import main
-from innerloop.experiments import maml, sweep
-from innerloop.experiments._command_line import as_json
-from innerloop.experiments._found_runs import read_run
+from innerloop.experiments.framework.settings import as_json
+from innerloop.experiments.maml import training as maml
+from innerloop.experiments.report.runs import read_run
+from innerloop.experiments.sweep import command as sweep
 
 SMALL = ["--filters", "4", "--steps", "1", "--tasks", "2", "--query", "1", "--iterations", "2"]
 SMALL += ["--epoch", "1", "--val-tasks", "2", "--test-tasks", "2", "--tasks-by", "loop"]
@@ -31,7 +32,7 @@ def listed(out: Path, *extra: str, grid: list[str] = GRID) -> int:
 def begin(out: Path, result: str | None = None, **settings: object) -> Path:
     """A folder as the sweep of the grid leaves it; with a result it is finished."""
     given = {"dataset": "glyphs", "way": 3, "shot": 1, "model": "mlp", "inner_optim": "sgd"}
-    config = maml.configured(given | {"seed": 0} | settings, "quick")
+    config = maml.Config.configure(given | {"seed": 0} | settings, "quick")
     folder = out / f"{config.dataset}-3w1s-mlp-sgd-seed0"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(as_json(config)))
@@ -71,25 +72,24 @@ def test_wrong_settings_are_refused_before_any_run(
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("flag", "value", "need"),
     [
-        (["--seed", "7"], "--seed 7"),
-        (["--seed=0"], "--seed 0"),
-        (["--model", "vgg"], "--model vgg"),
-        (["--inner-optim", "adam"], "--inner-optim adam"),
-        (["--dataset", "omniglot"], "--dataset omniglot"),
-        (["--way", "2"], "--way 2"),
-        (["--shot", "2"], "--shot 2"),
-        (["--out", "o"], "--out o"),
-        (["--preset", "paper"], "--preset paper"),
-        (["--resume", "o"], "--resume o"),
+        ("--seed", "7", "written before --"),
+        ("--model", "vgg", "written before --"),
+        ("--inner-optim", "adam", "written before --"),
+        ("--dataset", "omniglot", "written before --"),
+        ("--way", "2", "written before --"),
+        ("--shot", "2", "written before --"),
+        ("--out", "o", "written before --"),
+        ("--preset", "paper", "written before --"),
+        ("--resume", "o", "left out"),
     ],
 )
 def test_what_names_the_folders_is_refused_after_the_dashes(
-    extra: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, value: str, need: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert listed(tmp_path, *SMALL, *extra) == 2
-    assert capsys.readouterr().err.startswith(said + " cannot be")
+    assert listed(tmp_path, *SMALL, f"{flag}={value}") == 2
+    assert capsys.readouterr().err.startswith(f"{flag} must be {need}, not {value}: ")
 
 
 FINISHED = '{"accuracy": 0.5, "interval": 0.01}'
@@ -137,7 +137,7 @@ def test_how_many_checkpoints_the_runs_keep(
     assert sweep.Job(folder, ["--keep", "4"]).words == ["--resume", str(folder), "--keep", "4"]
     assert sweep.Job(tmp_path, ["--keep", "4"]).words[:2] == ["--keep", "4"]
     assert listed(tmp_path, "--keep", "0") == 2
-    assert "--keep 0 cannot be" in capsys.readouterr().err
+    assert "--keep must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_a_setting_that_is_newer_than_the_run_had_its_default(tmp_path: Path) -> None:

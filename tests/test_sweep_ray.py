@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from innerloop.__main__ import main
-from innerloop.experiments import _ray_engine
+from innerloop.experiments.sweep import ray_engine as _ray_engine
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install ray")
@@ -163,15 +163,18 @@ def test_a_run_whose_worker_dies_too_often_has_failed(tmp_path: Path) -> None:
     ("engine", "said"),
     [
         (["--engine", "rey"], "Did you mean ray?"),
-        (["--engine", "ray", "--jobs", "2"], "--jobs 2"),
-        (["--address", "auto"], "--address auto"),
-        (["--cpus-per-run", "1"], "--cpus-per-run 1"),
-        (["--engine", "local", "--retries", "1"], "--retries 1"),
+        (["--engine", "ray", "--jobs", "2"], "--jobs must be left out with --engine ray, not 2"),
+        (["--address", "auto"], "--address must be left out with --engine local"),
+        (["--cpus-per-run", "1"], "--cpus-per-run must be left out"),
+        (["--engine", "local", "--retries", "1"], "--retries must be left out"),
         (["--engine", "ray", "--cpus-per-run", "0"], "at least 1"),
         (["--engine", "ray", "--cpus-per-run", "100000"], "the cores of this machine"),
-        (["--engine", "ray", "--gpus-per-run", "nan"], "--gpus-per-run nan"),
-        (["--engine", "ray", "--retries", "-1"], "--retries -1"),
-        (["--jobs", "0"], "--jobs 0"),
+        (
+            ["--engine", "ray", "--gpus-per-run", "nan"],
+            "--gpus-per-run must be at least 0, not nan",
+        ),
+        (["--engine", "ray", "--retries", "-1"], "--retries must be at least 0, not -1"),
+        (["--jobs", "0"], "--jobs must be a few, at least 1, not 0"),
     ],
 )
 def test_wrong_combinations_are_refused_before_any_work(

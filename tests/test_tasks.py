@@ -132,7 +132,7 @@ def test_random_numbers_are_drawn_task_after_task():
 
     inner, train, _ = built(dropping)
     torch.manual_seed(7)
-    together = inner.adapt(train, tasks=True).losses
+    together = inner.adapt(train, tasks=il.tasks.loop()).losses
     torch.manual_seed(7)
     single = [inner.adapt([one(b, t) for b in train]).losses for t in range(TASKS)]
     assert_close([together], [torch.stack(single)])
@@ -158,7 +158,7 @@ def test_a_batch_that_is_repeated_stays_one_object():
         return squares(model, batch)
 
     inner, (support, *_), _ = built(loss=loss)
-    inner.adapt([support] * 4, tasks=True)
+    inner.adapt([support] * 4, tasks=il.tasks.loop())
     assert all(len(set(seen[4 * t : 4 * t + 4])) == 1 for t in range(TASKS))
 
 

@@ -1,9 +1,5 @@
 """Tasks in one batched computation: their own masks and statistics, and what cannot be batched."""
 
-import random
-import warnings
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -328,73 +324,6 @@ def test_equal_extremes_share_their_gradient(function):
 
     inner, train, val = built(loss=loss)
     assert_alike(inner, train, val)
-
-
-@pytest.mark.parametrize(
-    ("make", "draw"),
-    [
-        (random.Random, random.Random.gauss),
-        (np.random.default_rng, np.random.Generator.normal),
-        (np.random.RandomState, np.random.RandomState.normal),
-    ],
-)
-@pytest.mark.parametrize("way", [il.tasks.vmap, il.tasks.threads])
-def test_a_generator_of_the_losss_own(make, draw, way):
-    def found(way):
-        generator = make(0)
-        inner.loss = lambda model, batch: squares(
-            model, (batch[0] + draw(generator, 0.0, 1.0), batch[1])
-        )
-        return inner(train, val, tasks=way)
-
-    inner, train, val = built()
-    with pytest.warns(UserWarning, match="random numbers"):
-        losses = found(way())
-    assert_same([losses], [found(LOOP)])
-    assert_same([found(il.tasks.auto())], [losses])
-
-
-RNG = np.random.default_rng(0)
-
-
-class Augmented:
-    rng = np.random.default_rng(0)
-
-    def by_global(self, x):
-        return x + RNG.normal()
-
-    def by_class(self, x):
-        return x + self.rng.normal()
-
-
-def by_nested_function(x):
-    return (lambda x: x + RNG.normal())(x)
-
-
-@pytest.mark.parametrize(
-    "noisy", [Augmented().by_global, Augmented().by_class, by_nested_function, "later"]
-)
-@pytest.mark.parametrize("way", [il.tasks.vmap, il.tasks.threads, il.tasks.auto])
-def test_a_generator_out_of_sight(noisy, way):
-    class Loss:
-        def __call__(self, model, batch):
-            x = batch[0] + self.rng.normal() if noisy == "later" else noisy(batch[0])
-            return squares(model, (x, batch[1]))
-
-    def found(way):
-        loss.rng = np.random.default_rng(0)
-        for generator in (RNG, Augmented.rng):
-            generator.bit_generator.state = np.random.default_rng(0).bit_generator.state
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = inner(train, val, tasks=way)
-        return losses, len(caught)
-
-    loss = Loss()
-    inner, train, val = built(loss=loss)
-    losses, warned = found(way())
-    assert warned == (way is not il.tasks.auto)
-    assert_same([losses], [found(LOOP)[0]])
 
 
 def test_a_seed_that_the_loss_sets():

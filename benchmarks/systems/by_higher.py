@@ -6,22 +6,10 @@ import math
 from typing import Any
 
 import higher
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from systems.problem import BETAS, EPS, MetaStep, Problem
-from systems.torch_parts import Batch, averaged, loss, network, tasks
-
-
-def optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
-    """The ordinary one, with the case's groups."""
-    grouped: dict[int, list[nn.Parameter]] = {}
-    for group, weight in zip(problem.groups, model.parameters(), strict=True):
-        grouped.setdefault(group, []).append(weight)
-    groups = [{"params": grouped[group]} for group in sorted(grouped)]
-    if problem.case.rule == "adam":
-        return torch.optim.Adam(groups, lr=problem.case.rate, betas=BETAS, eps=EPS)
-    return torch.optim.SGD(groups, lr=problem.case.rate)
+from systems.torch_parts import Batch, averaged, loss, network, optimizer, tasks
 
 
 def _overrides(problem: Problem, learned: dict[str, list[Tensor]], step: int) -> dict[str, Any]:

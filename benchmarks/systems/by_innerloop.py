@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import innerloop as il
-from systems.by_higher import optimizer
 from systems.problem import MetaStep, Problem
-from systems.torch_parts import Batch, loss, network
+from systems.torch_parts import Batch, loss, network, optimizer
 
 _TASKS = ("auto", "loop", "vmap", "threads")
 _UNITS = {"step": "step", "whole": "whole", "compiled": "auto"}
 _STRATEGIES = ("Tape", "Remat", "Binomial")
 
 
-def _taken(words: list[str]) -> Any:
-    """What `tasks=` gets."""
+def _tasks(words: list[str]) -> Any:
+    """The argument `tasks`."""
     for word in words:
         if word == "threads":
             return il.tasks.threads(torch.get_num_threads())
@@ -50,7 +49,7 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
     for word in words:
         if word in _UNITS:
             inner.compile(_UNITS[word])
-    how = _taken(words)
+    how = _tasks(words)
 
     def run() -> Any:
         inner.zero_grad()
@@ -62,6 +61,6 @@ def build(problem: Problem, way: str, system: str) -> MetaStep:
 
     def remark() -> str:
         chosen = str(how.chosen) if isinstance(how, il.tasks.auto) and how.chosen else ""
-        return "; ".join(filter(None, [chosen, str(inner.compiler or "")]))
+        return "; ".join(filter(None, [chosen, str(getattr(inner, "compiler", None) or "")]))
 
     return MetaStep(run, remark)

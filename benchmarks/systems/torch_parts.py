@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from systems.problem import Gradients, Problem
+from systems.problem import BETAS, EPS, Gradients, Problem
 
 Batch = tuple[Tensor, Tensor]
 
@@ -60,3 +60,14 @@ def averaged(problem: Problem, learned: dict[str, list[Tensor]], losses: Iterabl
 def _by_name(learned: dict[str, list[Tensor]], found: Iterator[Tensor]) -> Gradients:
     grads = {name: [next(found) for _ in leaves] for name, leaves in learned.items()}
     return {name: values if name == "init" else values[0] for name, values in grads.items()}
+
+
+def optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
+    """The ordinary one, with the case's groups."""
+    grouped: dict[int, list[nn.Parameter]] = {}
+    for group, weight in zip(problem.groups, model.parameters(), strict=True):
+        grouped.setdefault(group, []).append(weight)
+    groups = [{"params": grouped[group]} for group in sorted(grouped)]
+    if problem.case.rule == "adam":
+        return torch.optim.Adam(groups, lr=problem.case.rate, betas=BETAS, eps=EPS)
+    return torch.optim.SGD(groups, lr=problem.case.rate)

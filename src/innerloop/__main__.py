@@ -7,30 +7,27 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "maml": ("innerloop.experiments.maml", "few-shot classification by MAML++"),
-    "meta-lr": ("innerloop.experiments.meta_lr", "learning rates learned while training goes on"),
-    "hyperopt": ("innerloop.experiments.hyperopt", "hyperparameters by gradient or at random"),
-    "maml-rl": ("innerloop.experiments.maml_rl", "policies that adapt to goals and physics"),
-    "learned-optimizer": (
-        "innerloop.experiments.learned_optimizer",
-        "learned optimizers against tuned ones",
-    ),
-    "learned-loss": ("innerloop.experiments.learned_loss", "a loss learned so that few steps do"),
-    "estimate": ("innerloop.experiments.estimate", "metrics without a gradient, and a proxy"),
-    "sweep": ("innerloop.experiments.sweep", "many runs of maml: the paper's grid, or parts"),
-    "report": ("innerloop.experiments.report", "tables and a page of what runs found"),
-    "data": ("innerloop.experiments.data", "fetch datasets"),
-    "sine": ("innerloop.experiments.sine", "MAML on sines, a first example"),
+    "maml": "few-shot classification by MAML++",
+    "meta-lr": "learning rates learned while training goes on",
+    "hyperopt": "hyperparameters by gradient or at random",
+    "maml-rl": "policies that adapt to goals and physics",
+    "learned-optimizer": "learned optimizers against tuned ones",
+    "learned-loss": "learns a loss that trains networks in few steps",
+    "estimate": "metrics without a gradient, and a proxy",
+    "sweep": "many runs of maml: the paper's grid, or parts",
+    "report": "tables and a page of the results of runs",
+    "data": "fetch datasets",
+    "sine": "MAML on sines, a first example",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with its arguments."""
+    """Runs one command with its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         print("usage: innerloop COMMAND ... (innerloop COMMAND --help says more)\n")
-        for name, (_, about) in COMMANDS.items():
+        for name, about in COMMANDS.items():
             print(f"  {name:{width}}  {about}")
         return 0
     name, *rest = words
@@ -43,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"innerloop: there is no command {name!r}.{hint} See innerloop --help.", file=sys.stderr
         )
         return 2
-    if argv is None:  # otherwise this is somebody else's process
-        importlib.import_module("innerloop._allocator").keep_freed()
+    if argv is None:  # otherwise this process belongs to the caller
+        allocator = importlib.import_module("innerloop.experiments.framework.allocator")
+        allocator.keep_freed_memory()
     try:
-        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+        command = importlib.import_module(f"innerloop.experiments.{name.replace('-', '_')}")
+        return command.main(rest) or 0
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] == "innerloop":
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,12 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+_UNCHANGED = contextlib.nullcontext()
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """No part of an autocast region, as updates of ``torch.optim`` and losses are not."""
     # The meta device has no autocast, and asking for it is an error.
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
+        return torch.autocast(device.type, enabled=False)
+    return _UNCHANGED

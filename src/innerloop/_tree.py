@@ -84,7 +84,7 @@ def map(function: Callable[[Any], Any], tree: Any) -> Any:
         return kind([map(function, value) for value in tree])
     if _is_named_tuple(kind):
         return kind(*[map(function, value) for value in tree])
-    return tree_map(function, tree)
+    return tree_map(function, tree) if kind in SUPPORTED_NODES else function(tree)
 
 
 def detach(value: Any) -> Any:

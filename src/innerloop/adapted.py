@@ -24,11 +24,8 @@ class Adapted:
     methods are those of the model with these weights.
     """
 
-    def __init__(
-        self, template: Template, rule: Any, state: State, outs: Any, loss: Any = None
-    ) -> None:
+    def __init__(self, template: Template, rule: Any, state: State, outs: Any) -> None:
         self.state = state
-        self._loss = loss
         self.module: nn.Module = template.bind(state.params, buffers_of("", state.buffers))
         """The model with the final weights, as a module."""
         self._rule, self._trained = rule, template.trained
@@ -41,11 +38,6 @@ class Adapted:
         if name == "module" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.module, name)
-
-    @property
-    def measured(self) -> tuple[nn.Module, Any]:
-        """The model and the loss, as a validation loss is computed with them."""
-        return self.module, self._loss
 
     @property
     def params(self) -> dict[str, Tensor]:

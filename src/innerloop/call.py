@@ -44,7 +44,14 @@ class Prepared:
         """The model at the end of training."""
         step = self.step
         assert step.model is not None
-        return Adapted(step.model, step.rule, state, outs, self.loss(state.buffers))
+        return Adapted(step.model, step.rule, state, outs)
+
+    def measured(self, state: State) -> tuple[Any, Any]:
+        """The model and the loss, as a validation loss is computed with them."""
+        step = self.step
+        assert step.model is not None
+        model = step.model.bind(step.as_trained(state.params), buffers_of("", state.buffers))
+        return model, self.loss(state.buffers)
 
     def loss(self, buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The loss with its weights and buffers, if it has any."""
@@ -86,8 +93,7 @@ class TaskRun:
         state, outs = run.unrolled(of_task(batches, task), start)
         if self.value is None:
             return state, outs, None
-        model = run.adapted(state, outs)
-        return state, outs, self.value(*model.measured, sliced(val, task))
+        return state, outs, self.value(*run.measured(state), sliced(val, task))
 
     def without_writes(self, buffers: frozenset[str]) -> TaskRun:
         """The same with buffers that stay as they are."""
@@ -112,7 +118,7 @@ class TaskRun:
             model = step.model.bind(params, buffers_of("", buffers))  # type: ignore[union-attr]
             return value(model, self.prepared.loss(buffers), val)
 
-        return over_tasks(one, state.params, state.buffers, self.val)
+        return over_tasks(one, step.as_trained(state.params), state.buffers, self.val)
 
     @property
     def inputs(self) -> list[Tensor]:

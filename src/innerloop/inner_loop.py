@@ -25,6 +25,7 @@ from innerloop.guard.arguments import (
     no_settings,
     warn_of_hooks,
 )
+from innerloop.guard.closures import closed_over
 from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
@@ -167,12 +168,10 @@ class InnerLoop(nn.Module):
             ended = way.run(self._several(run, batches, val, self._value))
             self._keep(lambda: [state for state, _ in ended.each])
             assert ended.losses is not None
-            self._check_losses(ended.losses, ended.weights)
-            return ended.losses
-        run, state, outs = self._single(train, wrap=wrap)
-        value = self._value(*run.adapted(state, outs).measured, val)
-        self._check_losses(value, list(state.params.values()))
-        return value
+            return self._check_losses(ended.losses, ended.weights)
+        run, state, _ = self._single(train, wrap=wrap)
+        value = self._value(*run.measured(state), val)
+        return self._check_losses(value, list(state.params.values()))
 
     def adapt(self, train: Any, *, tasks: bool | Way | None = None) -> Any:
         """The model after one step for each batch: an :class:`Adapted`, or one for each task.
@@ -432,10 +431,12 @@ class InnerLoop(nn.Module):
             )
         return value.reshape(())
 
-    def _check_losses(self, value: Tensor, weights: list[Tensor]) -> None:
-        """Refuse a loss that no meta-parameter has an influence on."""
-        if not torch.is_grad_enabled() or not self._asks():
-            return
+    def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
+        """The loss; refuses one that no meta-parameter has an influence on."""
+        if not torch.is_grad_enabled():
+            return value
+        if not self._asks():
+            return _without_made_leaves(value)
         if not any(p.requires_grad for p in weights):
             raise RequirementError(
                 four_part(
@@ -461,6 +462,7 @@ class InnerLoop(nn.Module):
                     "the loop; or call under torch.no_grad() if no gradient is wanted.",
                 )
             )
+        return value
 
     def _asks(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
@@ -552,6 +554,13 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
+
+
+def _without_made_leaves(value: Tensor) -> Tensor:
+    """The loss without a graph, if that leads only to leaves that stand for weights."""
+    leaves, _ = closed_over([value], (), 0)
+    made = all(hasattr(leaf, "_innerloop_made") for leaf in leaves)
+    return value.detach() if made else value
 
 
 def _without_graph(value: Any) -> Any:

@@ -201,7 +201,7 @@ def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Te
         dtype = torch.promote_types(dtype, real)
     single = not isinstance(value, list | tuple)
     numbers = [float(part) for part in parts]
-    return torch.tensor(numbers[0] if single else numbers, dtype=dtype, device=params[0].device)
+    return torch.tensor(numbers[0] if single else numbers, dtype=dtype)
 
 
 def _initial(
@@ -212,7 +212,8 @@ def _initial(
     params: Sequence[Tensor],
 ) -> Any:
     """[steps, groups or parameters, components], or a list of [steps, components, *shape]."""
-    raw = [learn.inverse(name, value) for value in values]
+    # The inverse is checked by its values: on the host, before they go where the weights are.
+    raw = [learn.inverse(name, value).to(params[0].device) for value in values]
     of_each = [value for value, size in zip(raw, sizes, strict=True) for _ in range(size)]
 
     def by_step(tensor: Tensor) -> nn.Parameter:
@@ -254,13 +255,6 @@ def at_step(learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: in
         start += size
         groups.append(tuple([t[k] for t in mine] for k in range(arity)) if arity > 1 else mine)
     return groups
-
-
-def scaled(value: Any, factor: Any) -> Any:
-    """A setting of one group in any of its forms, times a factor."""
-    if isinstance(value, list | tuple):
-        return type(value)(scaled(part, factor) for part in value)
-    return value * factor
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ def _largest(batches: Sequence[Any]) -> Any:
 def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     """Take one step without and one with a graph, and count."""
     leaves, spec = _tree.flatten(state)
-    start = _tree.unflatten([_leaf(t) for t in leaves], spec)
+    constants = {id(t) for t in step.constants(state)}
+    start = _tree.unflatten([t if id(t) in constants else _leaf(t) for t in leaves], spec)
     meta_leaves, meta_spec = _tree.flatten(meta)
     given = [t for t in (*leaves, *meta_leaves) if _is(t) and t.requires_grad]
     local = [t.detach().requires_grad_() if _is(t) and t.requires_grad else t for t in meta_leaves]

@@ -39,20 +39,22 @@ class Segment:
         """By the id of a tensor of the caller, itself and its stand-in."""
         self.sources: list[Tensor | None] = []
         """For each state leaf its stand-in, or None if it has no gradient of its own here."""
-        leaves, spec = _tree.flatten(state)
-        below = [self._enter(leaf, original) for leaf in leaves]
+        self.original = original
+        self.constants = set(map(id, step.constants(state)))
+        self.state = _tree.map(self._enter, state)
         meta = _tree.map(self._stand_in, meta)
-        self.state, self.outs = _tree.unflatten(below, spec), []
+        self.outs: list[Any] = []
         with torch.enable_grad():
             for batch in batches:
                 self.state, out = step(self.state, meta, _tree.map(self._hand_over, batch))
                 self.outs.append(out)
 
-    def _enter(self, leaf: Any, original: Mapping[int, Any]) -> Any:
-        if id(leaf) in original:
+    def _enter(self, leaf: Any) -> Any:
+        if id(leaf) in self.original:
             self.sources.append(None)
-            return self._stand_in(original[id(leaf)])
-        source = leaf.detach().requires_grad_() if differentiable(leaf) else None
+            return self._stand_in(self.original[id(leaf)])
+        has_gradient = differentiable(leaf) and id(leaf) not in self.constants
+        source = leaf.detach().requires_grad_() if has_gradient else None
         self.sources.append(source)
         return leaf if source is None else source
 

@@ -104,7 +104,7 @@ class Walk:
         self.kept: dict[int, Kept] = {}
         self.outs: list[Any] = []
         self.norms: list[Tensor] = []
-        """The norm of each step's results, by which a step is recognized when taken again."""
+        """The norms of each step's results, by which a step is recognized when taken again."""
         self.learned_batches: dict[int, Any] = {}
         """Batches with tensors that require grad. Fetched again, they could be other tensors."""
         self.callers = Unwritten()
@@ -202,7 +202,7 @@ class Walk:
             if observer is not None:
                 observer.settle()
                 self.outs.append(_tree.map(_tree.detach, out))
-                self.norms.append(_norm_of(state, out))
+                self.norms.append(_norms_of(state, out))
         return Kept(state, Randomness(self.devices, working.randomness))
 
     def _batch(self, j: int) -> Any:
@@ -247,7 +247,7 @@ class Walk:
         """The gradients of the inputs, given those of the connected results."""
         self.callers.check()
         self.sums: dict[int, Tensor] = {}
-        self.differences: list[Tensor] = []
+        self.compared: list[tuple[Tensor, Tensor]] = []
         self.is_searched = self.segment is not None
         above: Grads = [None] * len(self.final)
         for i, grad in zip(self.moved, grads, strict=False):
@@ -257,8 +257,7 @@ class Walk:
             for reverse, working in self._reversals():
                 above = self._reverse(reverse, working, above, shown)
         self.kept.clear()  # not to be held as long as the loss is
-        if self.differences and bool(torch.stack(self.differences).any()):
-            raise _not_the_same()
+        self._compare()
         return [self.sums.get(id(t)) for t in self.inputs]
 
     def _reversals(self) -> Iterator[tuple[Reverse, Kept]]:
@@ -286,7 +285,8 @@ class Walk:
         segment, self.segment = self.segment, None
         if segment is None:
             segment = self._take_again(reverse, working)
-            self._compare(segment, reverse)
+            if reverse.stop <= len(self.norms):
+                self._note(_norms_of(segment.state, segment.outs[-1]), reverse.stop - 1)
         suspects = None
         if not self.is_searched:
             leaves, older = segment.find_closures()
@@ -310,15 +310,20 @@ class Walk:
             self.step, working.state, self.meta, batches, self.original, self.closed_over
         )
 
-    def _compare(self, segment: Segment, reverse: Reverse) -> None:
-        """Note whether the last of these steps came out as it did the first time."""
-        if reverse.stop > len(self.norms):
-            return
-        now, then = _norm_of(segment.state, segment.outs[-1]), self.norms[reverse.stop - 1]
-        if now.shape != then.shape:
+    def _note(self, norms: Tensor, step: int) -> None:
+        """Keep the norms of a step that was taken again, to compare all of them at once."""
+        if norms.shape != self.norms[step].shape:
             raise _not_the_same()
-        close = torch.isclose(now, then, rtol=_tolerance(segment.state), equal_nan=True)
-        self.differences.append(~close.all())
+        self.compared.append((norms, self.norms[step]))
+
+    def _compare(self) -> None:
+        """Refuse steps that came out otherwise than the first time. The one read on the host."""
+        if not self.compared:
+            return
+        now, then = map(torch.cat, zip(*self.compared, strict=True))
+        close = torch.isclose(now, then, rtol=_tolerance(self.final), equal_nan=True)
+        if not now.is_meta and not close.all():
+            raise _not_the_same()
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         known = self.sums.get(id(tensor))
@@ -356,14 +361,14 @@ class Walk:
         return list(found)
 
 
-def _norm_of(state: Any, out: Any) -> Tensor:
+def _norms_of(state: Any, out: Any) -> Tensor:
     """The norms of all tensors in a state and an output, which another step would change."""
     leaves = [t.detach() for t in _tree.leaves((state, out)) if differentiable(t) and t.numel()]
     if not leaves:
         return torch.empty(0)
     norms = torch._foreach_norm(leaves)  # type: ignore[attr-defined]
-    first = norms[0]
-    return torch.stack([norm.to(first.device, torch.float64) for norm in norms])
+    device = norms[0].device
+    return torch.stack([n if n.device == device else n.to(device) for n in norms]).double()
 
 
 def _tolerance(state: Any) -> float:

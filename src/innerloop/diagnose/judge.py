@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from innerloop.diagnose import advice
 from innerloop.diagnose.advice import Advice
 from innerloop.diagnose.report import Difference, Finding, Row
-from innerloop.diagnose.runs import Failure, MetaParameter, StepNorms
 from innerloop.diagnose.tracer import Call, Cut, Tracer
-from innerloop.inner_loop import InnerLoop
+
+if TYPE_CHECKING:
+    from innerloop.diagnose.runs import Failure, MetaParameter, StepNorms
+    from innerloop.inner_loop import InnerLoop
 
 _STAGES = ("loss", "update", "val_loss")
 _RANKS = {kind: rank for rank, kind in enumerate(advice.CUTS)}

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,12 @@ from innerloop.backward import Remat, Tape
 from innerloop.backward.auto import Forecast, forecast
 from innerloop.diagnose.tracer import Place, Tracer, failing_place, paths_in_modules
 from innerloop.guard.graph import nodes
-from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
 from innerloop.step.state import Meta, State
 from innerloop.unroll import unroll
+
+if TYPE_CHECKING:
+    from innerloop.inner_loop import InnerLoop
 
 T = TypeVar("T")
 _PARTS = {"model": "init", "settings": "setting", "loss": "loss", "optimizer": "optimizer"}

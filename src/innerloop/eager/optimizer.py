@@ -14,7 +14,7 @@ from innerloop import _tree
 from innerloop._numerics import full_precision
 from innerloop.eager import refusals
 from innerloop.guard import graph, second_order
-from innerloop.guard.arguments import check_loss, check_requires_grad
+from innerloop.guard.arguments import check_loss, no_graph
 from innerloop.optim.settings import per_group
 
 GradCallback = Callable[[Any], Any]
@@ -108,7 +108,8 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             hook(self, (loss,), kwargs)
         weights = self._present_weights(params)
         check_loss(loss)
-        check_requires_grad(loss)
+        if not loss.requires_grad:
+            raise no_graph()
         settings = None if override is None else self._checked(override)
         callback = self._grad_callback if grad_callback is None else grad_callback
         if callback is None:

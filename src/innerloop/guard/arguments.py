@@ -147,11 +147,9 @@ def check_loss(loss: Any) -> Tensor:
     )
 
 
-def check_requires_grad(loss: Tensor) -> None:
-    """Refuse a loss without a graph."""
-    if loss.requires_grad:
-        return
-    raise RequirementError(
+def no_graph() -> RequirementError:
+    """The error for a loss that does not require grad."""
+    return RequirementError(
         four_part(
             "You gave a loss that does not require grad.",
             "a loss that depends on the model's weights through differentiable operations.",

@@ -134,7 +134,23 @@ def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> Requ
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
+_MANY = 100
+"""How many members of a container are looked at."""
 _HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
+
+
+def held_modules(roots: Sequence[Any]) -> list[nn.Module]:
+    """The modules that functions and objects among ``roots`` hold, a few levels deep."""
+    found: dict[int, nn.Module] = {}
+    level, seen = list(roots), set()
+    for _ in range(5):
+        level = [value for value in level if id(value) not in seen]
+        seen.update(map(id, level))
+        for value in level:
+            if isinstance(value, nn.Module):
+                found.update((id(module), module) for module in value.modules())
+        level = [v for value in level for _, v in _held_by(value)[:_MANY]]
+    return list(found.values())
 
 
 def _find(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str, Tensor] | None:

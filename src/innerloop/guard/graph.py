@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def now() -> int:
-    """Autograd's clock in this thread: nodes made from now on have this number or a later one."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+now: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Autograd's clock in this thread: nodes made from now on have this number or a later one."""
 
 
 def nodes(

@@ -53,7 +53,8 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._is_done = False
+        self.is_done = False
+        """Whether no further gradient needs a look."""
 
     def look(
         self,
@@ -63,9 +64,8 @@ class Guard:
         since: int,
     ) -> None:
         """``grads`` are the gradients of ``loss`` by ``sources``, made with a graph."""
-        if not self._is_done:
-            names = list(sources).__getitem__
-            self._is_done = not guard(loss, grads, list(sources.values()), names, since)
+        names = list(sources).__getitem__
+        self.is_done = not guard(loss, grads, list(sources.values()), names, since)
 
 
 def guard(

@@ -7,7 +7,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,64 +22,71 @@ from innerloop.nn.embedding import embedding
 
 
 class Composed(TorchFunctionMode):
-    """While it is active, norms and attention are composed: slower, with every derivative."""
+    """While it is active, attention is composed: slower, with every derivative."""
+
+    functions: ClassVar[dict[Any, Any]] = attention.COMPOSED
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
 
 
-_COMPOSED = {**norms.COMPOSED, **attention.COMPOSED}
+class ComposedNorms(Composed):
+    """The same for norms too, whose third derivatives torch has wrong."""
+
+    functions: ClassVar[dict[Any, Any]] = {**norms.COMPOSED, **attention.COMPOSED}
 
 
-class _ExactKernels(threading.local):
-    """Kernels that can be differentiated twice, for the thread that enters.
+class _Depth(threading.local):
+    """How many inner losses this thread is in; on the second entry norms are composed."""
 
-    Attention is composed. On the second entry, in a loop in the loss of another, norms are composed
-    too, whose third derivatives torch has wrong.
-    """
-
-    depth = 0
-    mode: Composed
+    losses = 0
+    methods = 0
+    mode: ComposedNorms
 
     def __enter__(self) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            attention.compose_attention(True)
-        elif self.depth == 2:
-            self.mode = Composed()
+        self.losses += 1
+        if self.losses == 2:
+            self.mode = ComposedNorms()
             self.mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.depth == 2:
+        if self.losses == 2:
             self.mode.__exit__(*error)
-        elif self.depth == 1:
-            attention.compose_attention(False)
-        self.depth -= 1
+        self.losses -= 1
 
 
-_EXACT = _ExactKernels()
+_DEPTH = _Depth()
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
-    """Kernels that can be differentiated twice inside; other threads keep theirs."""
-    # A compiler follows a mode, and fuses what is composed.
-    return Composed() if torch.compiler.is_compiling() else _EXACT
+    """An inner loss is computed inside; in the loss of another loop, third derivatives are right.
+
+    What a thread does here does not reach others.
+    """
+    return ComposedNorms() if torch.compiler.is_compiling() else _DEPTH
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs with kernels that can be differentiated twice, whoever calls it.
+    """A method in which attention can be differentiated twice, whoever calls it.
 
     A recomputation during backward calls methods deep inside a model, so each one sees to it.
     """
 
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _EXACT.depth:
+        if torch.compiler.is_compiling():  # which fuses what is composed
+            with ComposedNorms():
+                return function(*args, **kwargs)
+        if _DEPTH.methods:
             return function(*args, **kwargs)
-        with twice_differentiable():
-            return function(*args, **kwargs)
+        _DEPTH.methods += 1
+        try:
+            with Composed():
+                return function(*args, **kwargs)
+        finally:
+            _DEPTH.methods -= 1
 
     return method
 
@@ -155,7 +162,7 @@ def _composed_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: nn.Module, x: Tensor) -> Tensor:
         if not is_transformed():
             return forward(self, x)
-        with Composed():
+        with ComposedNorms():
             return forward(self, x)
 
     return method

@@ -2,7 +2,7 @@
 
 The fused kernels of torch have a first derivative only, on the CPU too. Their composition from
 products and a softmax has all of them. ``torch.nn.attention.sdpa_kernel`` would choose it for the
-whole process; the switch here is one for the calling thread.
+whole process; a mode for functions of torch chooses it for one thread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-# A key of torch's dispatcher that nothing else uses: it comes first, also before ``torch.func``,
-# each thread switches it for itself, and operations that have no kernel for it pass it by.
-_KEY = "TESTING_ONLY_GenericMode"
 
 
 def attention(
@@ -50,21 +46,6 @@ def multi_head_attention_forward(*args: Any, need_weights: bool = True, **kwargs
     output, weights = functional.multi_head_attention_forward(*args, need_weights=True, **kwargs)
     return output, weights if need_weights else None
 
-
-def compose_attention(active: bool) -> None:
-    """Lets ``F.scaled_dot_product_attention`` be :func:`attention` in this thread, or no longer."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, active)
-
-
-_ATTENTION = torch.library.Library("aten", "IMPL", _KEY)
-_ATTENTION.impl("scaled_dot_product_attention", attention)
-_OTHERS = torch.library.Library("_", "IMPL", _KEY)
-_OTHERS.fallback(torch.library.fallthrough_kernel)
-# Operators of operators (a custom autograd.Function under torch.func) dispatch in Python, by lists.
-_PARSED = torch._C._dispatch_key_parse(_KEY)
-torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_PARSED)
-for _operator in torch._ops._higher_order_ops.values():
-    _operator.fallthrough(_PARSED)
 
 COMPOSED: dict[Any, Any] = {
     functional.scaled_dot_product_attention: attention,

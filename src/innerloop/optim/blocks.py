@@ -15,8 +15,7 @@ from torch import Tensor
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family, Slots
-from innerloop.optim.settings import Group
+from innerloop.optim.family import Family, Group, Slots
 
 
 class Members(tuple[int, ...]):
@@ -205,9 +204,12 @@ def _from_slot(value: Any, param: Tensor) -> Any:
 def write_state(family: Family, optimizer: torch.optim.Optimizer, state: Sequence[Slots]) -> None:
     """Put each parameter's state into an ordinary optimizer, as numbers."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    flags = [group.get("capturable") or group.get("fused") for group in optimizer.param_groups]
     plain = [
         {
-            name: _scalar(name, value) if name in family.scalars else _tree.map(_plain, value)
+            name: _scalar(name, value, any(flags))
+            if name in family.scalars
+            else _tree.map(_plain, value)
             for name, value in slots.items()
         }
         for slots in state
@@ -221,8 +223,8 @@ def _plain(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _scalar(name: str, value: Tensor) -> Tensor:
-    """One number per parameter, in the dtype in which torch keeps it."""
+def _scalar(name: str, value: Tensor, on_device: bool) -> Tensor:
+    """One number per parameter, in the dtype and on the device on which torch keeps it."""
     values = value.detach().reshape(-1)
     if bool((values != values[:1]).any()):
         raise InnerLoopError(
@@ -235,7 +237,8 @@ def _scalar(name: str, value: Tensor) -> Tensor:
         )
     double = torch.get_default_dtype() == torch.float64
     # A sum of one value, or of none: to an empty parameter every number is the same.
-    return values[:1].sum().to(torch.float64 if double else torch.float32)
+    found = values[:1].sum().to(torch.float64 if double else torch.float32)
+    return found if on_device else found.cpu()
 
 
 def plain_settings(family: Family, groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from innerloop.errors import InnerLoopError, four_part
 
 Value = float | Tensor
 Slots = dict[str, Any]
+Group = dict[str, Any]
+"""A parameter group: its settings and options by name."""
 
 
 class Elsewhere:

@@ -28,8 +28,8 @@ from innerloop.optim.blocks import (
     write_settings,
     write_state,
 )
-from innerloop.optim.family import Elsewhere, Family, Packed, Slots
-from innerloop.optim.settings import Group, merged, seen_by_block
+from innerloop.optim.family import Elsewhere, Family, Group, Packed, Slots
+from innerloop.optim.settings import merged, seen_by_block
 
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
 

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family
-
-Group = dict[str, Any]
-
+from innerloop.optim.family import Family, Group
 
 Shapes = Sequence[Sequence[torch.Size]]
 
@@ -167,11 +164,15 @@ def seen_by_block(
     packed shape of the block.
     """
     touched = [0] if len(groups) == 1 else sorted({group for group, _ in members})
+    alone = len(touched) == 1
     seen: dict[str, Any] = {}
     for name, arity in family.settings.items():
         value = groups[touched[0]][name]
-        if len(touched) == 1 and _is_plain(value, arity):
+        if alone and _is_plain(value, arity):
             seen[name] = value
+            continue
+        if alone and arity == 1 and isinstance(value, Tensor) and value.dim() == 0:
+            seen[name] = _placed(value, params[0].device)
             continue
         split = {
             index: components(family.name, name, groups[index][name], arity) for index in touched

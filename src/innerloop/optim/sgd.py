@@ -60,7 +60,8 @@ def _update_each(
     params: list[Tensor], grads: list[Tensor], hyper: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Tensor] | None:
     """The update without momentum; not with settings for single elements."""
-    if not off(hyper["momentum"]):
+    momentum = hyper["momentum"]
+    if isinstance(momentum, Tensor) or momentum != 0:
         return None
     rates = _one_for_each(hyper["lr"], params)
     decays = _one_for_each(hyper["weight_decay"], params)

@@ -16,6 +16,7 @@ from innerloop import _tree
 from innerloop._tree import differentiable
 from innerloop.guard import closures, graph
 from innerloop.modules.exact import twice_differentiable
+from innerloop.step.refusals import no_gradient
 from innerloop.step.state import Meta, State, named_leaves, rebuild
 
 Tangents = list[Tensor | None]
@@ -101,11 +102,14 @@ class InnerLinearization:
         others = [t for name, t in named.items() if name not in sources] + _tree.tensors(meta.loss)
         self._others = [t for t in others if isinstance(t, Tensor) and t.requires_grad]
         with torch.enable_grad(), twice_differentiable():
-            found = step.evaluate(rebuild(state.params, {**named, **sources}), state, meta, batch)
+            params = rebuild(state.params, {**step.resting(named), **sources})
+            found = step.evaluate(params, state, meta, batch)
             wanted = {**sources, **{f"other {i}": t for i, t in enumerate(self._others)}}
             first = step.gradients(found.total, wanted, follow=True)
             self._first = list(first.values())
             own = {name: first[name] for name in sources}
+            if all([g is None for g in own.values()]):
+                raise no_gradient()
             self._grads = [None if g is None else g.detach().requires_grad_() for g in own.values()]
             grads = dict(zip(sources, self._grads, strict=True))
             if step.grad_transform is not None:

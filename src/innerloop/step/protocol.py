@@ -11,6 +11,7 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.step.linearized import GenericLinearization
+from innerloop.step.state import State
 
 Look = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
 """``look(outputs, given)``: sees the graph of ``outputs`` before a step drops it."""
@@ -57,8 +58,8 @@ class Step:
         """Refuse a state that the step cannot start from."""
 
     def constants(self, state: Any) -> list[Tensor]:
-        """The tensors of a state after a step that have no derivative."""
-        return []
+        """The tensors of a state that have no derivative."""
+        return list(state.buffers.values()) if isinstance(state, State) else []
 
     def guarded(self) -> Step:
         """The same step, whose next gradient with a graph is checked for missing derivatives."""

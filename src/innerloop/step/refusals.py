@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.step.state import State
 
 
 def not_a_rule(rule: Any) -> InnerLoopError:
@@ -23,8 +22,7 @@ def not_a_rule(rule: Any) -> InnerLoopError:
     )
 
 
-def not_a_state(state: Any, meta: Any) -> InnerLoopError:
-    wrong = state if not isinstance(state, State) else meta
+def not_a_state(wrong: Any) -> InnerLoopError:
     return InnerLoopError(
         four_part(
             f"You gave a step a {type(wrong).__name__}.",

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.settings import scaled
 
 Schedule = Callable[[int], Any] | lr_scheduler.LRScheduler
 
@@ -208,6 +207,13 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.detach().clone()
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else value
+
+
+def scaled(value: Any, factor: Any) -> Any:
+    """A setting of one group in any of its forms, times a factor."""
+    if isinstance(value, list | tuple):
+        return type(value)(scaled(part, factor) for part in value)
+    return value * factor
 
 
 def _relative(name: str, value: Any, now: Any, base: Any) -> Any:

@@ -42,17 +42,23 @@ class Meta(NamedTuple):
 
 def named_leaves(params: Any) -> dict[str, Any]:
     """The leaves of any nesting by name; a flat mapping keeps its own names."""
-    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
+    if _is_flat(params):
         return dict(params)
     return {str(i): leaf for i, leaf in enumerate(_tree.flatten(params)[0])}
 
 
 def rebuild(params: Any, named: Mapping[str, Any]) -> Any:
     """The inverse of :func:`named_leaves` for other leaves."""
-    if isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values()):
-        return {name: named[name] for name in params}
+    if _is_flat(params):
+        return dict(zip(params, map(named.__getitem__, params), strict=True))
     leaves, spec = _tree.flatten(params)
     return _tree.unflatten([named[str(i)] for i in range(len(leaves))], spec)
+
+
+def _is_flat(params: Any) -> bool:
+    """Whether this is a mapping from names to tensors."""
+    mapping = isinstance(params, (dict, Mapping))
+    return mapping and all([isinstance(leaf, Tensor) for leaf in params.values()])
 
 
 def buffers_of(part: str, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

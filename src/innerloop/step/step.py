@@ -72,7 +72,7 @@ class InnerStep(Step):
 
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         if not isinstance(state, State) or not isinstance(meta, Meta):
-            raise refusals.not_a_state(state, meta)
+            raise refusals.not_a_state(meta if isinstance(state, State) else state)
         if torch.compiler.is_compiling():
             return self._take(state, meta, batch)
         try:
@@ -83,6 +83,8 @@ class InnerStep(Step):
 
     def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         tracked = torch.is_grad_enabled()
+        if tracked and state.buffers:
+            check_buffers(state.buffers)
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
         named = named_leaves(state.params)
@@ -90,7 +92,7 @@ class InnerStep(Step):
         since = graph.now() if tracked and not torch.compiler.is_compiling() else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
-            params = rebuild(state.params, {**named, **sources})
+            params = rebuild(state.params, {**self.resting(named), **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
             grads = self.gradients(found.total, sources, follow, since)
@@ -100,8 +102,11 @@ class InnerStep(Step):
         with torch.set_grad_enabled(tracked or self.look is not None):
             new = self.update(state._replace(buffers=found.buffers), meta, by_name, found, batch)
         if self.look is not None:
-            self.look(_tree.tensors((new.params, new.opt)), ())
-            new = _tree.map(_tree.detach, new)
+            # The update was given tensors without a graph: one with a graph comes from outside.
+            connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
+            if connected:
+                self.look(connected, ())
+                new = _tree.map(_tree.detach, new)
         return new, found.out if follow else _tree.map(_tree.detach, found.out)
 
     # The parts of a step. -----------------------------------------------------------------------
@@ -118,8 +123,29 @@ class InnerStep(Step):
             if tracked and param.requires_grad:
                 found[name] = param.view_as(param)
             else:
-                found[name] = param.detach().requires_grad_()
+                found[name] = as_leaf(param)
         return found
+
+    def as_trained(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The weights, each requiring grad if the model's own does: a loss may ask."""
+        trained = {} if self.model is None else self.model.trained
+        return {
+            name: as_leaf(p) if trained.get(name) and not p.requires_grad else p
+            for name, p in named.items()
+        }
+
+    def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights as the loss gets those that do not move."""
+        if torch.compiler.is_compiling():
+            return named  # as they were before: see innerloop.compile
+        return self.as_trained(named) if self._trains_others else named
+
+    @functools.cached_property
+    def _trains_others(self) -> bool:
+        """Whether the model has weights that require grad and that the rule does not move."""
+        trained = {} if self.model is None else self.model.trained
+        moving = () if self.model is None else self._moving_in_model
+        return any([is_trained and name not in moving for name, is_trained in trained.items()])
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
@@ -156,7 +182,8 @@ class InnerStep(Step):
 
         value, out, buffers = self.over(one, params, state.buffers, batch)
         total = value if value.dim() == 0 else value.sum()
-        arguments.check_requires_grad(total)
+        if not total.requires_grad:
+            raise arguments.no_graph()
         return Evaluation(total, out, self._keep_buffers(state.buffers, buffers, asked))
 
     def _evaluate_one(self, params: Any, buffers: Buffers, meta: Meta, batch: Any) -> Any:
@@ -169,7 +196,9 @@ class InnerStep(Step):
         before = self._buffers_in(model, loss)
         out = loss(model, batch, *extra)
         after = self._buffers_in(model, loss)
-        value = arguments.check_loss(out[0] if isinstance(out, tuple) and out else out)
+        value = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex():
+            value = arguments.check_loss(value)
         found = (value, *out[1:]) if isinstance(out, tuple) else value
         return value, found, _changed(before, after)
 
@@ -210,9 +239,9 @@ class InnerStep(Step):
             create_graph=second,
             allow_unused=True,
         )
-        if all(g is None for g in found):
+        if all([g is None for g in found]):
             raise refusals.no_gradient()
-        if second and self.guard is not None:
+        if second and self.guard is not None and not self.guard.is_done:
             self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
 
@@ -220,11 +249,11 @@ class InnerStep(Step):
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
         """Whether a gradient could be asked of anything that has a part in the loss."""
-        given = _tree.flatten((state.params, meta, batch))[0]
-        if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]):
-            return True
+        for leaf in _tree.leaves((state.params, meta, batch)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                return True
         if torch.compiler.is_compiling():
-            return True
+            return True  # gradients are derived where any is asked for
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(
@@ -323,7 +352,9 @@ class InnerStep(Step):
             sources = self.sources(named, tracked)
             given = state._replace(buffers=buffers)
             with torch.enable_grad():
-                there = self.evaluate(rebuild(params, {**named, **sources}), given, meta, batch)
+                there = self.evaluate(
+                    rebuild(params, {**self.resting(named), **sources}), given, meta, batch
+                )
                 found = self.gradients(there.total, sources, tracked)
             buffers = there.buffers
             by_name = dict.fromkeys(named) | self.pull_to_anchor(found, named, meta)
@@ -371,9 +402,6 @@ class InnerStep(Step):
                 own = {prefix + name: b for name, b in template.requiring.items()}
                 check_buffers({name: b for name, b in own.items() if name not in state.buffers})
 
-    def constants(self, state: State) -> list[Tensor]:
-        return list(state.buffers.values())
-
     def guarded(self) -> InnerStep:
         return dataclasses.replace(self, guard=second_order.Guard())
 
@@ -400,7 +428,9 @@ class InnerStep(Step):
         named = named_leaves(state.params)
         sources = self.sources(named, tracked)
         with torch.enable_grad():
-            found = self.evaluate(rebuild(state.params, {**named, **sources}), state, meta, batch)
+            found = self.evaluate(
+                rebuild(state.params, {**self.resting(named), **sources}), state, meta, batch
+            )
             grads = self.gradients(found.total, sources, tracked)
         by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
         present = {name: g for name, g in by_name.items() if g is not None}
@@ -462,6 +492,13 @@ def inner_step(
         grad_transform,
         schedule,
     )
+
+
+def as_leaf(param: Tensor) -> Tensor:
+    """A weight as a leaf of the graph, marked as made by a step."""
+    leaf = param.detach().requires_grad_()
+    leaf._innerloop_made = True  # type: ignore[attr-defined]
+    return leaf
 
 
 def _changed(before: Buffers, after: Buffers) -> dict[str, Tensor]:

@@ -40,28 +40,34 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
         rest[:], shape[:] = found, [found_spec]
         return tuple([t for t in found if isinstance(t, Tensor)])
 
-    batched = iter(_vmap(one, [leaves[i] for i in where]))
+    batched = iter(_vmap(one, [_beside(leaves[i], leaves[where[0]].device) for i in where]))
     return _tree.unflatten([next(batched) if isinstance(v, Tensor) else v for v in rest], shape[0])
+
+
+def _beside(leaf: Tensor, device: torch.device) -> Tensor:
+    """One number for each task, on the device of the weights.
+
+    An optimizer counts on the CPU. torch mixes devices only for a 0-d tensor, which a counter is
+    no longer with a task axis.
+    """
+    if leaf.device == device or leaf.device.type != "cpu" or leaf.dim() != 1:
+        return leaf
+    return (leaf.float() if device.type == "mps" else leaf).to(device)  # mps has no float64
 
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
     if torch.compiler.is_compiling():
         with Corrections():
             return torch.vmap(one, randomness="different")(*tensors)
-    seed = torch.default_generator.initial_seed()
     try:
         with Corrections():
-            found = torch.vmap(one, randomness="different")(*tensors)
+            return torch.vmap(one, randomness="different")(*tensors)
     except InnerLoopError:
         raise
     except OrderError as error:
         raise NotBatchableError(str(error)) from error
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         raise NotBatchableError(f"{_layer(error)}: {first_line(error)}") from error
-    if torch.default_generator.initial_seed() != seed:
-        # Tasks would have numbers of their own in spite of it.
-        raise NotBatchableError("it sets the seed of torch's random numbers")
-    return found
 
 
 def _layer(error: BaseException) -> str:

@@ -38,12 +38,21 @@ class Corrections(NoGenerators):
     no grad, since derivatives are taken outside; a loss may ask, to regularize what is trained.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Dynamo refuses to trace what reads or sets a seed.
+        compiling = torch.compiler.is_compiling()
+        self._seed = None if compiling else torch.default_generator.initial_seed()
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not torch.compiler.is_compiling():
             if func == _REQUIRES_GRAD:
                 return _requires_grad(args[0])
+            if torch.default_generator.initial_seed() != self._seed:
+                # Tasks would have numbers of their own in spite of it.
+                raise OrderError("it sets the seed of torch's random numbers")
             hooks = saved_tensor_hooks()
             if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
                 # It would call the function again outside, with tensors that exist only inside.

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _autograd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
@@ -73,11 +73,12 @@ class threads(Way):
 
     def run_parallel(self, tasks: Any) -> tuple[Ended | None, str]:
         """The result, or the reason why there is none."""
-        if why := _for_now(tasks) or _hooks(tasks):
+        first = tasks.mark not in self._seen
+        if why := _for_now(tasks) or (_hooks(tasks) if first else ""):
             return None, why
         before, draws = Randomness(()), Draws()
         count = min(self.n or torch.get_num_threads(), tasks.count)
-        each = [_Task(tasks, t, tasks.mark not in self._seen) for t in range(tasks.count)]
+        each = [_Task(tasks, t, first) for t in range(tasks.count)]
         try:
             _parallel(count, each, _Task.run)
         except OrderError as error:
@@ -111,6 +112,8 @@ class _Task:
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.closed_over: set[int] = set()
         """The ids of leaves that the task used without being given them."""
+        self.has_strangers = False
+        """Whether one of them was not made by a step."""
         self.leaves: list[Any] = []
         self.spec: Any = None
         self.where: list[int] = []
@@ -124,7 +127,9 @@ class _Task:
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
         known = [new for _, new in self.stand_ins.values()]
         # Numbers of autograd's nodes differ between threads, so all are followed to their leaves.
-        self.closed_over = {id(leaf) for leaf in closures.closed_over(self.outputs, known, 0)[0]}
+        leaves = closures.closed_over(self.outputs, known, 0)[0]
+        self.closed_over = {id(leaf) for leaf in leaves}
+        self.has_strangers = any(not hasattr(leaf, "_innerloop_made") for leaf in leaves)
 
     def _stand_in(self, value: Any) -> Any:
         if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):
@@ -158,6 +163,8 @@ class _Task:
 
 def _share_leaves(each: list[_Task]) -> bool:
     """Whether tasks use a leaf from outside: leaves that steps make differ between tasks."""
+    if any(task.has_strangers for task in each):
+        return True
     seen: set[int] = set()
     for task in each:
         if not seen.isdisjoint(task.closed_over):
@@ -234,13 +241,11 @@ def _hooks(tasks: Any) -> str:
     """A module with a hook, as a reason: what hooks keep is shared by the threads."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "that there is a forward hook of all modules, which may keep what it sees"
-    step = tasks.prepared.step
-    for part in (step.model.source, step.loss):
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            if any(not _of_torch(hook) for hook in hooks):
-                name = type(module).__name__
-                return f"that {name} has a forward hook, which may keep what it sees"
+    for module in closures.held_modules([*tasks.prepared.step.roots, tasks.value]):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not _of_torch(hook) for hook in hooks):
+            name = type(module).__name__
+            return f"that {name} has a forward hook, which may keep what it sees"
     return ""
 
 

@@ -1,0 +1,303 @@
+"""An experiment as units of work, which can be shown, stopped, resumed and finished."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from innerloop.errors import InnerLoopError
+from innerloop.experiments.framework.command_line import WRONG, Parser, parse, path, program
+from innerloop.experiments.framework.ranks import ALONE, Ranks, join_group, launch, restarted
+from innerloop.experiments.framework.run import KEPT, Run, stoppable, unwritable
+from innerloop.experiments.framework.settings import (
+    Bounds,
+    Settings,
+    as_json,
+    flag,
+    from_json,
+    refuse,
+)
+from innerloop.experiments.framework.state import Resumable
+
+STOPPED = 130
+"""The exit code of a run that was stopped."""
+_SAVE_AFTER = 60.0  # seconds without a record
+
+
+class Experiment(Resumable, abc.ABC):
+    """A command's work, unit after unit, from its settings to its result.
+
+    Everything that the units to come depend on is in ``state_dict``: a run that is stopped and
+    resumed ends as one that was not.
+    """
+
+    unit: str = "updates"
+
+    done: int = 0
+    """Units of work so far."""
+    width: int = 1
+    """Units that all processes together did in the last round."""
+    seconds: float = 0.0
+    """Time they took, in all sessions."""
+    records: list[dict[str, Any]]
+    """Measurements on the way, a line of metrics.jsonl each."""
+    _reported: int = 0
+
+    @property
+    @abc.abstractmethod
+    def total(self) -> int:
+        """Units of work in all."""
+
+    @abc.abstractmethod
+    def advance(self) -> dict[str, str]:
+        """Does one unit, appends its measurements to the records; returns what the bar shows."""
+
+    @abc.abstractmethod
+    def share(self, ranks: Ranks) -> None:
+        """Divides the work over the processes that ``torchrun`` started."""
+
+    @property
+    def source(self) -> str:
+        """The data. A run is not resumed on other data, nor shared over it."""
+        return ""
+
+    @property
+    def has_new_records(self) -> bool:
+        """Whether this process has records that :meth:`new_records` has not returned."""
+        return len(self.records) > self._reported
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """The records since the last call."""
+        found = self.records[self._reported :]
+        self._reported += len(found)
+        return found
+
+    def exchange(self) -> None:
+        """Shares progress among processes, where each works by itself."""
+
+    @abc.abstractmethod
+    def result(self) -> dict[str, Any]:
+        """The findings of the run, when all units are done."""
+
+    @abc.abstractmethod
+    def draw(self, folder: Path, result: dict[str, Any]) -> None:
+        """Saves figures of the result."""
+
+    @abc.abstractmethod
+    def describe(self, result: dict[str, Any]) -> str:
+        """The result in words and tables, for the terminal."""
+
+    def _whole_state(self) -> dict[str, Any]:
+        own = {"done": self.done, "seconds": self.seconds, "records": self.records}
+        return own | {"state": self.state_dict()}
+
+    def _load_whole_state(self, state: dict[str, Any]) -> None:
+        with _explain_foreign_state():
+            self.done, self.seconds = state["done"], float(state["seconds"])
+            self.records = state["records"]
+            if type(self.done) is not int or not 0 <= self.done <= self.total:
+                raise ValueError(f"{self.done!r} of {self.total} {self.unit} are done")
+            if not (isinstance(self.records, list) and all(type(r) is dict for r in self.records)):
+                raise TypeError("its records are none")
+            self._reported = len(self.records)
+            self.load_state_dict(state["state"])
+
+
+# Errors that a checkpoint of another run, or a forged one, may lead to.
+_FOREIGN = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+_FOREIGN += (AssertionError,)
+
+
+@contextlib.contextmanager
+def _explain_foreign_state(resumed: bool = True) -> Iterator[None]:
+    try:
+        yield
+    except _FOREIGN as error:
+        if not resumed or isinstance(error, InnerLoopError):
+            raise
+        raise InnerLoopError(
+            f"The run cannot go on from its checkpoint ({type(error).__name__}: {error}). If "
+            "memory was short, or another process of the run died, go on again: nothing is lost. "
+            "Otherwise the checkpoint is of another run or of another version of innerloop: start "
+            "again with another --out."
+        ) from error
+
+
+def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = ALONE) -> bool:
+    """Goes on to the end, or until asked to stop. Returns whether it is the end."""
+    saved = time.monotonic()
+    resumed = experiment.done > 0
+    while experiment.done < experiment.total:
+        began = time.perf_counter()
+        with _explain_foreign_state(resumed):
+            shown = experiment.advance()
+        resumed = False
+        experiment.done += experiment.width
+        experiment.seconds += time.perf_counter() - began
+        bar.advance(shown, experiment.width)
+        late = time.monotonic() - saved > _SAVE_AFTER
+        asked, late, news = ranks.any(stop.asked, late, experiment.has_new_records)
+        asked = asked and experiment.done < experiment.total
+        if not (asked or late or news):
+            continue
+        experiment.exchange()
+        found = experiment.new_records()
+        for record in found:
+            record["seconds"] = experiment.seconds
+        if ranks.first:
+            run.write_metrics(experiment.records)
+            bar.record(found)
+            run.save(experiment._whole_state())
+        saved = time.monotonic()
+        if asked:
+            return False
+    return True
+
+
+def carry_out(
+    experiment: Experiment,
+    settings: Settings,
+    run: Run,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    ranks: Ranks = ALONE,
+) -> dict[str, Any] | None:
+    """Runs the experiment to its result; ``None`` if it is asked to stop before."""
+    from innerloop.experiments.framework.progress import Bar
+
+    experiment.share(ranks)
+    ranks.agree("data", {"pictures or numbers": experiment.source})
+    experiment.records = []
+    with contextlib.ExitStack() as stack:
+        ranks.broadcast(lambda: stack.enter_context(run.lock(new=not resume)))
+        start = run.update_keep if resume else lambda: run.start(as_json(settings), launch())
+        ranks.broadcast(start)
+        state = run.load(ranks) if resume else None
+        if state is not None:
+            experiment._load_whole_state(state)
+        try:
+            with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
+                if not work(experiment, run, stop, bar, ranks):
+                    return None
+            with _explain_foreign_state(state is not None):
+                result = experiment.result() | {"seconds": experiment.seconds}
+            if ranks.first:
+                experiment.share(ALONE)  # the others take no part in figures
+                with run.figure_folder() as folder:
+                    experiment.draw(folder, result)
+                run.write_result(result)
+        except OSError as error:
+            raise InnerLoopError(unwritable(run.folder, "", error)) from error
+    return result
+
+
+def run_command(
+    name: str,
+    about: str | None,
+    kind: type[Settings],
+    make: Callable[[Any], Experiment],
+    argv: Sequence[str] | None,
+    next_step: str,
+) -> int:
+    """``innerloop NAME``: settings from a preset and flags, a run or its continuation, the end."""
+    parser = Parser(f"innerloop {name}", description=about)
+    parser.add_argument("--preset", help="paper or quick (quick)")
+    parser.add_argument("--resume", type=path, metavar="PATH", help="continue the run in a folder")
+    parser.add_argument("--keep", type=int, metavar="N", help=f"checkpoints to keep ({KEPT})")
+    given = parse(kind, argv, parser)
+    preset, resume, keep = (given.pop(name) for name in ("preset", "resume", "keep"))
+    run: Run | None = None
+    try:
+        if keep is not None:
+            Bounds(1).check("keep", keep)
+        if resume is None:
+            settings = _with_data_folder(kind.configure(given, preset or "quick"))
+            run = Run(settings.out, keep or KEPT)
+        else:
+            run = Run(resume)
+            run.keep = keep or run.read_keep()
+            settings = _resume_settings(from_json(kind, run.config()), given, preset, resume)
+        with join_group(getattr(settings, "device", "cpu")) as ranks:
+            ranks.agree("settings", _common_settings(settings))
+            continues = resume is not None or _continues(run, settings, ranks)
+            experiment = make(settings)
+            result = carry_out(experiment, settings, run, resume=continues, ranks=ranks)
+    except InnerLoopError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        return _report_stop(name, run)
+    if not ranks.first:
+        return STOPPED if result is None else 0
+    if result is None:
+        return _report_stop(name, run)
+    print(experiment.describe(result))
+    for figure in sorted(run.folder.glob("*.png")):
+        print(figure)
+    print(next_step.format(innerloop=program()))
+    return 0
+
+
+def _common_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that all processes must have; folders may have other names elsewhere."""
+    found = as_json(settings).items()
+    return {flag(name): value for name, value in found if name not in ("out", "data")}
+
+
+def _continues(run: Run, settings: Settings, ranks: Ranks) -> bool:
+    """Tests whether ``torchrun`` has started this run before. Another one is not written over."""
+    (again,) = ranks.any(restarted())  # machines count their restarts each for itself
+
+    def find() -> bytes | None:
+        if again and run.started_by(launch(), as_json(settings)):
+            return b""
+        run.check_new()
+        return None
+
+    return ranks.broadcast(find) is not None
+
+
+def _report_stop(name: str, run: Run | None) -> int:
+    how = f"{program()} {name} --resume"
+    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.known else ""
+    print(f"Stopped.{more}")
+    return STOPPED
+
+
+def _with_data_folder(settings: Any) -> Any:
+    """Writes the folder of the data out: a run goes on with the data it was started with."""
+    if not settings.reads_data:
+        return settings
+    where = settings.data or os.environ.get("INNERLOOP_DATA")
+    return dataclasses.replace(settings, data=absolute(where)) if where else settings
+
+
+def absolute(path: str | Path) -> Path:
+    """The absolute path, also of ``~/data``, which a shell leaves as it is in ``--data=~/data``."""
+    return Path(path).expanduser().absolute()
+
+
+def _resume_settings(settings: Any, given: dict[str, Any], preset: str | None, folder: Path) -> Any:
+    """The settings of the run. Flags beside --resume must agree with them, except for folders.
+
+    The run and its data may have been moved.
+    """
+    if preset is not None:
+        refuse("preset", preset, "left out with --resume", "the run has its settings")
+    moved = {"data": absolute(given["data"])} if "data" in given else {}
+    moved["out"] = folder
+    if "out" in given and os.path.realpath(given["out"]) != os.path.realpath(folder):
+        refuse("out", given["out"], f"{folder}, as --resume names it, or left out")
+    for name, value in given.items():
+        if name not in moved and getattr(settings, name) != value:
+            refuse(name, value, f"{getattr(settings, name)}, as the run was started with")
+    return dataclasses.replace(settings, **moved)

@@ -1,0 +1,184 @@
+"""An experiment of independent parts: in turn, or side by side in several processes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from innerloop.errors import InnerLoopError
+from innerloop.experiments.framework.experiment import Experiment
+from innerloop.experiments.framework.ranks import ALONE, Ranks
+from innerloop.experiments.framework.state import Resumable
+
+
+class Part(Resumable, abc.ABC):
+    """Units of work that depend on no other part, such as one method with one seed."""
+
+    @abc.abstractmethod
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        """Does the unit of this number, appends its records; returns what the bar shows."""
+
+    def outcome(self) -> dict[str, Any]:
+        """Values that the result needs beside the records."""
+        return {}
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Progress of one part."""
+
+    units: int
+    done: int = 0
+    state: dict[str, Any] | None = None
+    """Of a part that was begun and is in no process yet."""
+    outcome: dict[str, Any] | None = None
+    """Of a part that has ended."""
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    reported: int = 0
+    """Records that :meth:`Parts.new_records` has returned."""
+
+    @property
+    def left(self) -> int:
+        return self.units - self.done
+
+
+class Parts(Experiment):
+    """Every process takes some of the parts, so sums are in the same order with any number of them.
+
+    The records are in the order of the parts, whoever made them.
+    """
+
+    def __init__(self, units: Sequence[int]) -> None:
+        self._places = [_Progress(number) for number in units]
+        self._ranks: Ranks = ALONE
+        self._own: list[int] | None = None  # numbers of the parts left to this process
+        self._hand: list[int] = []  # the same, when they were dealt out
+        self._work: list[int] = []  # units left to each process, as they were shared
+        self._rounds = 0
+        self._part: Part | None = None
+
+    @abc.abstractmethod
+    def make(self, number: int) -> Part:
+        """Builds the part of this number, at its start."""
+
+    @property
+    def total(self) -> int:
+        return sum(place.units for place in self._places)
+
+    @property
+    def outcomes(self) -> list[dict[str, Any]]:
+        """The outcome of each part; empty for one that has not ended."""
+        return [place.outcome or {} for place in self._places]
+
+    def share(self, ranks: Ranks) -> None:
+        if ranks.size > len(self._places):
+            raise InnerLoopError(
+                f"torchrun started {ranks.size} processes for {len(self._places)} parts that can "
+                "run side by side. Start as many at most, or ask for more seeds."
+            )
+        self._ranks = ranks
+
+    def _own_parts(self) -> list[int]:
+        """The parts left to this process: what is left of all is dealt out in turn."""
+        if self._own is None:
+            left = [number for number, place in enumerate(self._places) if place.left]
+            hands = [left[rank :: self._ranks.size] for rank in range(self._ranks.size)]
+            self._work = [sum(self._places[n].left for n in hand) for hand in hands]
+            self._hand = hands[self._ranks.rank]
+            self._own = [*self._hand]
+        return self._own
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def advance(self) -> dict[str, str]:
+        own = self._own_parts()
+        self._rounds += 1
+        self.width = sum(self._rounds <= units for units in self._work)
+        if not own:
+            return {}
+        place = self._places[own[0]]
+        part = self._part = self._part or self._start_part(own[0])
+        found: list[dict[str, Any]] = []
+        shown = part.advance(place.done, found)
+        place.done += 1
+        before = sum(other.units for other in self._places[: own[0]])
+        for record in found:
+            record["iteration"] = before + record.get("iteration", place.done)
+        place.records += found
+        if not place.left:
+            place.outcome, self._part = part.outcome(), None
+            own.pop(0)
+        self._order_records()
+        return shown
+
+    def _start_part(self, number: int) -> Part:
+        part, place = self.make(number), self._places[number]
+        if place.state is not None:
+            part.load_state_dict(place.state)
+            place.state = None
+        return part
+
+    def _order_records(self) -> None:
+        self.records = [record for place in self._places for record in place.records]
+
+    @property
+    def has_new_records(self) -> bool:
+        return any(len(place.records) > place.reported for place in self._places)
+
+    def new_records(self) -> list[dict[str, Any]]:
+        found = [record for place in self._places for record in place.records[place.reported :]]
+        for place in self._places:
+            place.reported = len(place.records)
+        return found
+
+    # --- state --------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Sends the progress of each process's parts to the others."""
+        if self._ranks.size == 1:
+            return
+        buffer = io.BytesIO()
+        torch.save({number: self._describe_part(number) for number in self._hand}, buffer)
+        for rank, data in enumerate(self._ranks.gather(buffer.getvalue())):
+            if rank != self._ranks.rank:
+                known = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                for number, part in known.items():
+                    self._places[number].records = part["records"]
+                    self._set(number, part)
+        self._order_records()
+
+    def _describe_part(self, number: int) -> dict[str, Any]:
+        place, state = self._places[number], self._places[number].state
+        if self._part is not None and self._own and self._own[0] == number:
+            state = self._part.state_dict()
+        known = {"done": place.done, "kept": place.outcome, "records": place.records}
+        return known | {"state": state}
+
+    def _set(self, number: int, known: dict[str, Any]) -> None:
+        place = self._places[number]
+        place.done, place.outcome, place.state = known["done"], known["kept"], known["state"]
+
+    def state_dict(self) -> dict[str, Any]:
+        described = [self._describe_part(number) for number in range(len(self._places))]
+        parts = [known | {"records": len(known["records"])} for known in described]
+        return {"source": self.source, "parts": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["source"] != self.source:
+            raise InnerLoopError(
+                f"The run was on {state['source']}; here is {self.source}. Name the folder of its "
+                "data with --data."
+            )
+        start = 0
+        for number, (place, known) in enumerate(zip(self._places, state["parts"], strict=True)):
+            if type(known["done"]) is not int or not 0 <= known["done"] <= place.units:
+                raise ValueError(f"{known['done']!r} of {place.units} {self.unit} are done")
+            self._set(number, known)
+            place.records = self.records[start : start + known["records"]]
+            place.reported = len(place.records)
+            start += known["records"]

@@ -1,0 +1,142 @@
+"""Parts of a search: one method with one seed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import innerloop as il
+from innerloop.errors import DivergedError, InnerLoopError
+from innerloop.experiments.framework.parts import Part
+from innerloop.experiments.hyperopt import summary
+from innerloop.experiments.hyperopt.problem import Problem, measure, references
+
+
+class References(Part):
+    """Trainings that a seed's search is compared with. A single unit, so it has no state."""
+
+    def __init__(
+        self, config: Any, problem: Problem, seed: int, build: Callable[[Any], Problem]
+    ) -> None:
+        self.config, self.problem, self.seed, self.build = config, problem, seed, build
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        with _explain_divergence(self.config, f"the references of seed {self.seed}"):
+            found = references(self.config.what, self.problem, self.build)
+            losses = [row["val_loss"] for row in found.values() if isinstance(row, dict)]
+            if not all(map(math.isfinite, losses)):
+                raise DivergedError(f"The validation losses are {losses}.")
+        records.append({"seed": self.seed, "arm": "references", **found})
+        return {"seed": str(self.seed)}
+
+
+class Cell(Part):
+    """One method with one seed."""
+
+    saved = ("values", "best", "raw", "meta", "cpu")
+
+    def __init__(self, config: Any, problem: Problem, seed: int, arm: str) -> None:
+        self.config, self.problem, self.seed, self.arm = config, problem, seed, arm
+        self.values: list[float] = []
+        """The validation loss of each trial."""
+        self.best: torch.Tensor | None = None
+        """Hyperparameters of the least of them."""
+        self.raw: torch.Tensor | None = None
+        """Hyperparameters that the gradient has reached."""
+        self.meta: dict[str, Any] | None = None
+        """State of its optimizer."""
+        self.cpu: list[float] = []
+        """Seconds of the processor for each trial."""
+
+    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
+        began = time.process_time()
+        value = self.trial(unit)
+        self.cpu.append(time.process_time() - began)
+        if unit == self.config.arms[self.arm] - 1:
+            records.append(self._record())
+        return {"seed": str(self.seed), "arm": self.arm, "val": f"{value:.3f}"}
+
+    def trial(self, number: int) -> float:
+        """One training, and its validation loss."""
+        update = number - self.config.scouts
+        if self.arm == "gradient" and 0 <= update < self.config.updates:
+            tried, value = self._update(update)
+        else:
+            # After the updates: the point that the last of them has led to.
+            tried = self._draw(number) if self.raw is None else self.raw
+            value = self.problem.value(tried)
+        value = value if math.isfinite(value) else math.inf
+        if value < min(self.values, default=math.inf):
+            self.best = tried
+        self.values.append(value)
+        return value
+
+    def _draw(self, number: int) -> torch.Tensor:
+        """Random hyperparameters, by the seed and the trial alone: scouts are a random search."""
+        generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + number)
+        return self.problem.draw(generator, shared=self.arm == "shared")
+
+    def _update(self, number: int) -> tuple[torch.Tensor, float]:
+        """The loss at the present hyperparameters, which then follow its gradient."""
+        c, problem = self.config, self.problem
+        several = number < c.each * c.starts
+        if self.raw is None or (number <= c.each * c.starts and number % c.each == 0):
+            self.raw, self.meta = self._start(number // c.each if several else None), None
+        tried = self.raw
+        problem.set(tried)
+        meta = torch.optim.Adam([problem.raw], betas=(0.8, 0.9))
+        if self.meta is not None:
+            meta.load_state_dict(self.meta)
+        since = number % c.each if several else number
+        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * since / c.updates)
+        try:
+            (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
+        except DivergedError:
+            # A bad trial, as in the random search. It goes on from halfway back to the best one.
+            self.raw = tried if self.best is None else (tried + self.best) / 2
+            return tried, math.inf
+        problem.clamp()
+        self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
+        return tried, loss.item()
+
+    def _start(self, place: int | None) -> torch.Tensor:
+        """The scout in this place, from the best on; without a place, the best of all trials."""
+        scouts = self.values[: self.config.scouts]
+        if place is None or not scouts:
+            return self.problem.start if self.best is None else self.best
+        number = sorted(range(len(scouts)), key=scouts.__getitem__)[place]
+        return self._draw(number)
+
+    def _record(self) -> dict[str, Any]:
+        if self.best is None:
+            raise InnerLoopError(
+                f"Every training of the {self.arm} search diverged. Try a smaller --inner-lr than "
+                f"{self.config.inner_lr}."
+            )
+        self.problem.set(self.best)
+        return {
+            "seed": self.seed,
+            "arm": self.arm,
+            **measure(self.problem),
+            "cpu": self.cpu,
+            "trials": len(self.values),
+            "least": summary.least_so_far(self.values),
+            "numbers": self.best.exp().tolist(),
+        }
+
+
+@contextlib.contextmanager
+def _explain_divergence(config: Any, where: str) -> Iterator[None]:
+    """Names the flags to change when a training diverges."""
+    try:
+        yield
+    except DivergedError as error:
+        raise InnerLoopError(
+            f"The training diverged in {where}. Try a smaller --inner-lr than {config.inner_lr}. "
+            f"({error})"
+        ) from error

@@ -1,0 +1,3 @@
+"""``innerloop report``."""
+
+from innerloop.experiments.report.command import main as main

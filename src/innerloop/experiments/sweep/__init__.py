@@ -1,0 +1,3 @@
+"""``innerloop sweep``."""
+
+from innerloop.experiments.sweep.command import main as main
