@@ -8,6 +8,7 @@ and the meta-gradient of the eager call. What cannot be compiled runs eagerly, w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.guard.randomness import Draws, Randomness, devices_of
 from innerloop.step.protocol import fold
 from innerloop.step.state import Meta, State, buffers_of
-from innerloop.step.step import InnerStep, call_once
+from innerloop.step.step import InnerStep, as_leaf, call_once
 from innerloop.tasks import Way, vmap
 from innerloop.tasks.axis import count, spread
 from innerloop.tasks.batched import over_tasks
@@ -54,7 +55,7 @@ class Compiler:
                     "inner.compile(), which chooses by the number of steps and modules.",
                 )
             )
-        self.unit = unit
+        self.unit, self._options = unit, options
         self.programs = 0
         """How many were made and agreed with the eager call."""
         self.refused: str | None = None
@@ -140,6 +141,10 @@ class Compiler:
         )
         return losses
 
+    def __reduce__(self) -> Any:
+        # A copy of a loop makes its own programs.
+        return functools.partial(Compiler, self.unit, **self._options), ()
+
     def __repr__(self) -> str:
         found = f"{self.programs} programs" if self.refused is None else f"eager, {self.refused}"
         return f"compile({self.unit!r}): {found}"
@@ -202,14 +207,14 @@ class CompiledStep(InnerStep):
 
 
 def _startable(step: InnerStep, state: State) -> State:
-    """The same, its moving weights requiring grad.
+    """The same, its trained weights requiring grad.
 
     Dynamo differentiates with respect to what its graph is given, not to leaves made inside.
     """
-    params = dict(state.params)
+    params = step.as_trained(state.params)
     for name in step.moving(params):
         if not params[name].requires_grad:
-            params[name] = params[name].detach().requires_grad_()
+            params[name] = as_leaf(params[name])
     return state._replace(params=params)
 
 

@@ -136,8 +136,8 @@ class InnerStep(Step):
 
     def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights as the loss gets those that do not move."""
-        if torch.compiler.is_compiling():  # Dynamo does not enter a cached_property
-            return self.as_trained(named)
+        if torch.compiler.is_compiling():
+            return named  # as they were before: see innerloop.compile
         return self.as_trained(named) if self._trains_others else named
 
     @functools.cached_property
@@ -254,7 +254,7 @@ class InnerStep(Step):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     return True
         if torch.compiler.is_compiling():
-            return True
+            return True  # gradients are derived where any is asked for
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(
