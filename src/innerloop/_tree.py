@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 REGISTER = "torch.utils._pytree.register_dataclass"
-"""What makes a container of a dataclass."""
+"""The function that makes a container of a dataclass."""
 
 
 def differentiable(value: Any) -> bool:

@@ -63,7 +63,7 @@ class Adapted:
 
     @property
     def aux(self) -> Any:
-        """What the loss returned besides its value, one of each per step; ``None`` if nothing."""
+        """The further outputs of the loss, one of each per step; ``None`` if there are none."""
         if not isinstance(self._outs, tuple):
             return None
         rest = self._outs[1:]
@@ -174,7 +174,7 @@ class AdaptedTasks:
 
     @property
     def aux(self) -> Any:
-        """What the loss returned besides its value. [tasks, steps, ...]"""
+        """The further outputs of the loss. [tasks, steps, ...]"""
         return stacked([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
 
     def write_to(self, model: nn.Module, optimizer: Any = None) -> None:

@@ -129,7 +129,7 @@ class TaskRun:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What a gradient may be asked of, each tensor once."""
+        """The tensors that require grad, each once."""
         distinct = {id(batch): batch for batch in (*self.batches, self.val)}
         leaves = _tree.tensors((self.prepared.state, self.prepared.meta, list(distinct.values())))
         found = {id(t): t for t in leaves if t.requires_grad}
@@ -137,7 +137,7 @@ class TaskRun:
 
     @property
     def mark(self) -> tuple[int, bool, int]:
-        """What has an influence on how the tasks can be run."""
+        """A key for what decides how the tasks can be run."""
         step = self.prepared.step
         assert step.model is not None
         return id(step.model.source), step.model.source.training, id(step.loss)

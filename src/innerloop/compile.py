@@ -57,7 +57,7 @@ class Compiler:
             )
         self.unit, self._options = unit, options
         self.programs = 0
-        """How many were made and agreed with the eager call."""
+        """The number of programs that agreed with the eager call."""
         self.refused: str | None = None
         """Why calls run eagerly, if they do."""
         self._whole = _compiled(whole, options)
@@ -246,7 +246,7 @@ def _tracing() -> ExitStack:
 
 
 def _made() -> int:
-    """How many programs Dynamo has made in this process."""
+    """The number of programs that Dynamo has made in this process."""
     from torch._dynamo.utils import counters  # takes a second, which few need
 
     return counters["stats"]["unique_graphs"]

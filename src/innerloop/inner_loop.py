@@ -220,7 +220,7 @@ class InnerLoop(nn.Module):
         return self._compiler
 
     def _way(self, tasks: bool | Way | None) -> Way | None:
-        """How to run tasks, or ``None`` if there are none."""
+        """The way to run tasks, or ``None`` if there are none."""
         given = self.tasks if tasks is None else tasks
         check_way(given)
         if isinstance(given, Way):
@@ -373,7 +373,7 @@ class InnerLoop(nn.Module):
         return Prepared(step, state, self.meta(rule), self.backward)
 
     def _begun(self, alone: bool) -> int:
-        """How many steps the run that goes on has taken."""
+        """The number of steps that the carried run has taken."""
         return max((state.time for state in self._going_on(alone)), default=0)
 
     def _going_on(self, alone: bool) -> list[State]:

@@ -24,7 +24,7 @@ _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class Learn:
-    """How one setting is learned.
+    """Granularity and range of one learned setting.
 
     ``per`` says what has a value of its own: any of ``"group"``, ``"parameter"``, ``"element"`` and
     ``"step"``, or several. With ``"step"``, ``steps`` is the number of steps. ``transform`` keeps
@@ -82,7 +82,7 @@ class Learn:
 
     @property
     def over(self) -> str:
-        """What has its own value within one step."""
+        """The unit that has its own value within one step."""
         return next((name for name in self.per if name != "step"), "group")
 
     def forward(self, raw: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from innerloop.step.protocol import Step, as_step
 
 
 class Cost(NamedTuple):
-    """What one step costs, in bytes and seconds."""
+    """The cost of one step, in bytes and seconds."""
 
     state: int
     """Keeping one more state."""
@@ -39,9 +39,9 @@ class Cost(NamedTuple):
     plain_seconds: float
     pull_seconds: float
     inputs: int
-    """How many numbers are differentiated by."""
+    """The number of scalars to differentiate by."""
     margin: float
-    """What forecasts are multiplied by."""
+    """The factor of all forecasts."""
 
 
 class Row(NamedTuple):
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What each strategy would need; ``str`` makes a table of it."""
+    """The memory and time of each strategy; ``str`` makes a table of it."""
 
     steps: int
     rows: tuple[Row, ...]
@@ -105,7 +105,7 @@ class Auto(Backward):
 
     @property
     def forecast(self) -> Forecast | None:
-        """What was forecast in the last call."""
+        """The forecast of the last call."""
         return self._memo.get("last")
 
     def for_tasks(self, count: int) -> Backward:
@@ -168,7 +168,7 @@ def forecast(
     cost: Cost | None = None,
     budget: int | None = None,
 ) -> Forecast:
-    """What every exact strategy would need for some steps like this one."""
+    """The memory and time of every exact strategy for some steps like this one."""
     cost = measure(as_step(step), state, meta, batch) if cost is None else cost
     rows = [_row(strategy, steps, cost) for strategy in _candidates(steps, cost, budget)]
     least = min(row.seconds for row in rows)

@@ -228,7 +228,7 @@ class _Run:
         return _tree.unflatten(leaves, self.final_spec)
 
     def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
-        """What is zero at the last state, averaged over the batches of all steps."""
+        """The residual, zero at convergence, averaged over the batches of all steps."""
         leaves = _tree.leaves(state)
         unknown = [leaves[i] for i in self.places]
         total = [torch.zeros_like(leaf) for leaf in unknown]

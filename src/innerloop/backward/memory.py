@@ -1,4 +1,4 @@
-"""How many bytes a computation allocates, and how many there are."""
+"""Memory: bytes that a computation allocates, and bytes available."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _of_machine() -> int:
 
 
 def _of_group() -> int:
-    """What a container may still use."""
+    """The memory that a container may still use."""
     with contextlib.suppress(OSError, ValueError):
         folder = Path("/sys/fs/cgroup")
         limit = int((folder / "memory.max").read_text())

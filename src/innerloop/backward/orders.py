@@ -80,7 +80,7 @@ def _reversed(start: int, stop: int, slots: int) -> Iterator[Action]:
 
 
 def _split(length: int, slots: int) -> int:
-    """How far to advance before the next state is kept."""
+    """The number of steps to advance before the next state is kept."""
     if slots == 1:
         return length - 1
     r = repetitions(length, slots)
@@ -97,6 +97,6 @@ def repetitions(steps: int, slots: int) -> int:
 
 
 def advances(steps: int, slots: int) -> int:
-    """How many steps a binomial schedule advances: Griewank's ``r l - C(s + r, r - 1)``."""
+    """The number of steps that a binomial order advances: Griewank's ``r l - C(s + r, r - 1)``."""
     r = repetitions(steps, slots)
     return r * steps - (comb(slots + r, r - 1) if r else 0)

@@ -135,7 +135,7 @@ def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> Requ
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _MANY = 100
-"""How many members of a container are looked at."""
+"""The most members of a container that are searched."""
 _HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
 
 

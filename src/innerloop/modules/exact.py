@@ -39,7 +39,7 @@ class ComposedNorms(Composed):
 
 
 class _Depth(threading.local):
-    """How many inner losses this thread is in; on the second entry norms are composed."""
+    """Nesting depth of inner losses in this thread; from the second on, norms are composed."""
 
     losses = 0
     methods = 0

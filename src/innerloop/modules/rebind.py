@@ -36,7 +36,7 @@ class Rebinder:
         self.special = False
         self.seen: dict[int, tuple[Any, Any, bool]] = {}
         self.outside: dict[int, Any] = {}
-        """What is known not to lead into the tree."""
+        """Values known not to lead into the tree."""
 
     def __call__(self, value: Any) -> Any:
         if type(value) in PLAIN:
@@ -179,7 +179,7 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a value refers to directly."""
+    """The values that a value refers to directly."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):

@@ -18,7 +18,7 @@ class NoRule(torch.optim.Optimizer):
     """An optimizer that no inner loop takes as it is."""
 
     refusal: ClassVar[str]
-    """What to write instead, and why."""
+    """Advice: what to write instead, and why."""
 
 
 def family_of(kind: type[torch.optim.Optimizer], families: Mapping[type, Family]) -> Family:

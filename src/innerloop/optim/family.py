@@ -1,4 +1,4 @@
-"""What one family of optimizers is: its settings, its state, and one update on packed tensors."""
+"""A family of optimizers: its settings, its state, and one update on packed tensors."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def initially(packed: Packed, setting: Value, slot: str) -> Tensor:
 
 
 def once_started(slots: Slots) -> Slots:
-    """What to write into torch: nothing before the first step, so that torch begins by itself."""
+    """The state to write into torch: nothing before the first step, so that torch begins by itself."""
     return slots if bool((slots["step"] > 0).any()) else {}
 
 

@@ -87,7 +87,7 @@ def _detached(value: Any) -> Any:
 
 
 def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
-    """What the rate is multiplied by for a matrix of this shape."""
+    """The factor of the learning rate for a matrix of this shape."""
     rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * max(rows, columns) ** 0.5

@@ -1,4 +1,4 @@
-"""How a user writes a setting, and how one block of parameters sees it."""
+"""Settings: as users write them, and as one block of parameters sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy may ask of a step beyond calling it, with defaults for any function."""
+"""The protocol of a step: everything a strategy may ask of it, with defaults for any function."""
 
 from __future__ import annotations
 

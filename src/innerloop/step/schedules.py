@@ -59,7 +59,7 @@ def start_values(optimizer: torch.optim.Optimizer, schedule: Any) -> list[dict[s
 
 
 class Factors:
-    """What a schedule does to a group's settings at each step from now on.
+    """The effect of a schedule on a group's settings at each step from now on.
 
     ``base`` are the settings that learned ones started from: they move in proportion.
     """

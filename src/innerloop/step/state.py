@@ -1,4 +1,4 @@
-"""What a step is a function of: a state, and meta-parameters."""
+"""State and meta-parameters: the arguments of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from innerloop._tree import differentiable as differentiable
 
 
 class State(NamedTuple):
-    """What a step changes: θ, the buffers, and the optimizer's state."""
+    """The state of training: θ, the buffers, and the optimizer's state."""
 
     params: Any
     """Tensors by name, or any nesting of tensors."""
@@ -22,7 +22,7 @@ class State(NamedTuple):
     opt: Any = None
     """The optimizer's state, as ``rule.init(params)`` makes it; ``None`` before the first step."""
     time: int = 0
-    """How many steps led here."""
+    """The number of steps taken so far."""
 
 
 # A run that is saved half-way can be read with weights_only=True.

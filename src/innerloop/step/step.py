@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
     """The loss at some weights."""
 
     total: Tensor
-    """What the inner gradient is taken of: the loss, or the sum of the losses of all tasks."""
+    """The scalar to differentiate: the loss, or the sum of the losses of all tasks."""
     out: Any
     buffers: Buffers
 

@@ -23,7 +23,7 @@ _SHORT = 2.0  # seconds: shorter trials are repeated, since a first one also fil
 
 
 class Trial(NamedTuple):
-    """What one way took for forward and backward, or why it cannot be used."""
+    """The time of one way for forward and backward, or the reason why it cannot be used."""
 
     way: Way
     seconds: float | None

@@ -40,7 +40,7 @@ class EndedTogether(Ended):
 
 
 class Way:
-    """How the tasks of one call are run; see :mod:`innerloop.tasks`."""
+    """A way to run the tasks of one call; see :mod:`innerloop.tasks`."""
 
     def run(self, tasks: Any) -> Ended:
         raise NotImplementedError
