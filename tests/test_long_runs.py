@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from innerloop.experiments.maml import configured
+from innerloop.experiments.maml import Config
 
 pytest.importorskip("tomllib", reason="plans are read by Python 3.11 and newer")
 
@@ -164,5 +164,5 @@ def test_the_lock_has_one_holder(queue, plans, tmp_path):
 def test_every_run_of_the_plan_is_accepted_by_innerloop_maml(plans):
     for run in plans.read_plan(BENCHMARKS / "long_runs.toml").runs:
         written = run.column | run.flags
-        config = configured(written, "quick")  # raises for unknown names and wrong values
+        config = Config.configure(written, "quick")  # raises for unknown names and wrong values
         assert written.items() <= vars(config).items()

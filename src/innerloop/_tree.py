@@ -53,7 +53,8 @@ def _collect(values: Iterable[Any], found: list[Any]) -> None:
         if kind is Tensor or kind in _PLAIN or kind is Parameter:
             found.append(value)
         elif kind is dict:
-            _collect(value.values(), found)
+            if value:
+                _collect(value.values(), found)
         elif (
             kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
         ):

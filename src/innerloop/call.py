@@ -50,8 +50,15 @@ class Prepared:
         """The model and the loss, as a validation loss is computed with them."""
         step = self.step
         assert step.model is not None
-        model = step.model.bind(step.as_trained(state.params), buffers_of("", state.buffers))
+        model = step.model.bind(self.weights(state), buffers_of("", state.buffers))
         return model, self.loss(state.buffers)
+
+    def weights(self, state: State) -> Mapping[str, Tensor]:
+        """The final weights as a validation loss gets them, which may ask what requires grad."""
+        learned = any([p.requires_grad for p in state.params.values()])
+        if torch.is_grad_enabled() and not learned:
+            return state.params  # a loss without a graph stays one
+        return self.step.as_trained(state.params)
 
     def loss(self, buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The loss with its weights and buffers, if it has any."""
@@ -118,7 +125,7 @@ class TaskRun:
             model = step.model.bind(params, buffers_of("", buffers))  # type: ignore[union-attr]
             return value(model, self.prepared.loss(buffers), val)
 
-        return over_tasks(one, step.as_trained(state.params), state.buffers, self.val)
+        return over_tasks(one, self.prepared.weights(state), state.buffers, self.val)
 
     @property
     def inputs(self) -> list[Tensor]:

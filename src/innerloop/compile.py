@@ -24,7 +24,7 @@ from innerloop.errors import InnerLoopError, four_part
 from innerloop.guard.randomness import Draws, Randomness, devices_of
 from innerloop.step.protocol import fold
 from innerloop.step.state import Meta, State, buffers_of
-from innerloop.step.step import InnerStep, as_leaf
+from innerloop.step.step import InnerStep, as_leaf, call_once
 from innerloop.tasks import Way, vmap
 from innerloop.tasks.axis import count, spread
 from innerloop.tasks.batched import over_tasks
@@ -119,11 +119,15 @@ class Compiler:
                 f"tasks={way} changes what steps do; inner.compile('step') takes it"
             )
         run = inner.prepared(len(batches), way is None)
-        step, tasks = run.step, 0
-        if way is not None:
-            step, tasks = dataclasses.replace(step, over=over_tasks), count(batches, val)
-        start = _startable(step, run.state)
-        return self._whole(step, start, run.meta, list(batches), val, inner.val_loss, tasks)
+        return self._whole(
+            run.step,
+            _startable(run.step, run.state),
+            run.meta,
+            list(batches),
+            val,
+            inner.val_loss,
+            0 if way is None else count(batches, val),
+        )
 
     def _wrapped(self, step: InnerStep) -> CompiledStep:
         own = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
@@ -159,9 +163,11 @@ def whole(
     tasks: int,
 ) -> Tensor:
     """The validation loss after one step per batch; of each task, if there are any. [tasks]"""
+    over = call_once
     if tasks:
-        state = spread(state, tasks)
-    state, _ = fold(step._take, state, meta, batches)
+        over, state = over_tasks, spread(state, tasks)
+        step = dataclasses.replace(step, over=over)
+    state, _ = fold(step, state, meta, batches)
 
     def measure(params: Any, buffers: Any, val: Any) -> Tensor:
         model = step.model.bind(params, buffers_of("", buffers))  # type: ignore[union-attr]
@@ -171,12 +177,12 @@ def whole(
         value = loss(model, val)
         return (value[0] if isinstance(value, tuple) else value).reshape(())
 
-    return step.over(measure, state.params, state.buffers, val)
+    return over(measure, state.params, state.buffers, val)
 
 
 def one_step(step: InnerStep, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
     """One step, as it is."""
-    return step._take(state, meta, batch)
+    return step(state, meta, batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +196,7 @@ class CompiledStep(InnerStep):
         plain = InnerStep(**{**own, "guard": None, "look": None, "schedule": None})
         # The number of the step would be a constant of the program.
         settings = self.settings_at(meta, state.time)
-        start = _startable(plain, state)._replace(time=0)
+        start = _startable(self, state)._replace(time=0)
         with torch.enable_grad():
             found = self.program(plain, start, meta._replace(opt=settings), batch)
         if self.look is not None:
@@ -205,8 +211,7 @@ def _startable(step: InnerStep, state: State) -> State:
 
     Dynamo differentiates with respect to what its graph is given, not to leaves made inside.
     """
-    # Asking also fills the step's cached properties, which Dynamo reads but cannot compute.
-    params = dict(step.resting(state.params))
+    params = step.as_trained(state.params)
     for name in step.moving(params):
         if not params[name].requires_grad:
             params[name] = as_leaf(params[name])
@@ -225,17 +230,18 @@ def _compiled(function: Any, options: dict[str, Any]) -> Any:
 def _tracing() -> ExitStack:
     """Inner gradients are traced, and backward(retain_graph=True) stays possible."""
     import torch._dynamo
-    import torch._functorch.config
+    from torch._functorch import config as functorch
 
     stack = ExitStack()
     stack.enter_context(
         torch._dynamo.config.patch(trace_autograd_ops=True, recompile_limit=_PROGRAMS)
     )
-    stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+    stack.enter_context(functorch.patch(donated_buffer=False))
     stack.enter_context(warnings.catch_warnings())
-    # Dynamo reads it of every tensor that it meets; inductor uses what torch has deprecated.
+    # Dynamo reads it of every tensor that it meets.
     warnings.filterwarnings("ignore", "The .grad attribute")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # Torch's compiler uses what torch has deprecated.
+    warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
     return stack
 
 

@@ -25,11 +25,11 @@ from innerloop.guard.arguments import (
     no_settings,
     warn_of_hooks,
 )
-from innerloop.guard.closures import closed_over
 from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
+from innerloop.modules.tree import named_tensors, unwrapped
 from innerloop.optim import Rule, from_torch
 from innerloop.optim.blocks import plain_settings, write_settings
 from innerloop.optim.settings import merged
@@ -232,7 +232,9 @@ class InnerLoop(nn.Module):
         self, train: Any, own: bool = False, wrap: Wrap | None = None
     ) -> tuple[Prepared, State, Any]:
         batches = as_batches(train)
-        run = dataclasses.replace(self.prepared(len(batches)), own=own)
+        run = self.prepared(len(batches))
+        if own:
+            run = dataclasses.replace(run, own=True)
         if wrap is not None:
             run = dataclasses.replace(run, step=wrap(run.step))
         state, outs = run.unrolled(batches, (self._carried or {}).get(_ALONE))
@@ -347,7 +349,7 @@ class InnerLoop(nn.Module):
         """
         check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
         check_steady(self.model)
-        template = functional(self.model).template()
+        template = Template(unwrapped(self.model))
         self._check_reach(steps, alone)
         check_steps(self.learned, self._begun(alone) + steps)
         learned = self.learn_init
@@ -411,7 +413,7 @@ class InnerLoop(nn.Module):
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
         measure: Any = loss if self.val_loss is None else self.val_loss
-        named = dict(model.named_parameters())
+        named = named_tensors(model, "_parameters")
         versions = versions_of(named)
         value = measure(model, val)
         check_unwritten(named, versions)
@@ -433,10 +435,8 @@ class InnerLoop(nn.Module):
 
     def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
         """The loss; refuses one that no meta-parameter has an influence on."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._asks():
             return value
-        if not self._asks():
-            return _without_made_leaves(value)
         if not any(p.requires_grad for p in weights):
             raise RequirementError(
                 four_part(
@@ -449,7 +449,7 @@ class InnerLoop(nn.Module):
                     "torch.no_grad() if no gradient is wanted.",
                 )
             )
-        if not reaches(value, (*weights, *self.parameters())):
+        if not reaches(value, weights) and not reaches(value, self.parameters()):
             raise RequirementError(
                 four_part(
                     "The validation loss does not depend on the adapted weights by differentiable "
@@ -554,13 +554,6 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
-
-
-def _without_made_leaves(value: Tensor) -> Tensor:
-    """The loss without a graph, if that leads only to leaves that stand for weights."""
-    leaves, _ = closed_over([value], (), 0)
-    made = all(hasattr(leaf, "_innerloop_made") for leaf in leaves)
-    return value.detach() if made else value
 
 
 def _without_graph(value: Any) -> Any:

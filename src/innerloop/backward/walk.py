@@ -98,12 +98,13 @@ class Walk:
         ahead: bool,
     ) -> None:
         self.step, self.meta, self.batches, self.order = step, meta, batches, order
+        self.plain_meta = _tree.map(_tree.detach, meta)
         self.start, self.spec = _tree.flatten(state)
         self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, Kept] = {}
         self.outs: list[Any] = []
-        self.norms: list[Tensor] = []
+        self.norms: list[Sequence[Tensor]] = []
         """The norms of each step's results, by which a step is recognized when taken again."""
         self.learned_batches: dict[int, Any] = {}
         """Batches with tensors that require grad. Fetched again, they could be other tensors."""
@@ -186,8 +187,9 @@ class Walk:
             del self.kept[action.at]
         elif isinstance(action, Load):
             working = self.kept[action.at]
-            working.randomness.set()
         elif isinstance(action, Advance):
+            if observer is None:
+                working.randomness.set()
             working = self._take(step, working, action, observer)
         return working
 
@@ -195,21 +197,24 @@ class Walk:
         self, step: Step, working: Kept, action: Advance, observer: closures.Observer | None
     ) -> Kept:
         """Take steps without a graph; the first time, an observer sees what they close over."""
-        state, meta = working.state, _tree.map(_tree.detach, self.meta)
+        state = working.state
         for j in range(*action):
             batch = self._batch(j)
-            state, out = step(state, meta, _tree.map(cut, batch))
+            state, out = step(state, self.plain_meta, _tree.map(cut, batch))
             if observer is not None:
                 observer.settle()
-                self.outs.append(_tree.map(_tree.detach, out))
+                self.outs.append(out)
                 self.norms.append(_norms_of(state, out))
         return Kept(state, Randomness(self.devices, working.randomness))
 
     def _batch(self, j: int) -> Any:
         if j in self.learned_batches:
             return self.learned_batches[j]
-        with torch.enable_grad():  # a batch may be computed only now, out of learned data
+        if type(self.batches) is list:
             batch = self.batches[j]
+        else:
+            with torch.enable_grad():  # a batch may be computed only now, out of learned data
+                batch = self.batches[j]
         if j >= len(self.outs):  # for the first time
             tensors = _tree.tensors(batch)
             self.callers.add(tensors)
@@ -248,6 +253,7 @@ class Walk:
         self.callers.check()
         self.sums: dict[int, Tensor] = {}
         self.compared: list[tuple[Tensor, Tensor]] = []
+        """Norms of the second time, each with that of the first."""
         self.is_searched = self.segment is not None
         above: Grads = [None] * len(self.final)
         for i, grad in zip(self.moved, grads, strict=False):
@@ -310,17 +316,19 @@ class Walk:
             self.step, working.state, self.meta, batches, self.original, self.closed_over
         )
 
-    def _note(self, norms: Tensor, step: int) -> None:
+    def _note(self, norms: Sequence[Tensor], step: int) -> None:
         """Keep the norms of a step that was taken again, to compare all of them at once."""
-        if norms.shape != self.norms[step].shape:
+        if len(norms) != len(self.norms[step]):
             raise _not_the_same()
-        self.compared.append((norms, self.norms[step]))
+        self.compared += zip(norms, self.norms[step], strict=True)
 
     def _compare(self) -> None:
         """Refuse steps that came out otherwise than the first time. The one read on the host."""
         if not self.compared:
             return
-        now, then = map(torch.cat, zip(*self.compared, strict=True))
+        device = self.compared[0][0].device
+        norms = [norm.to(device) for pair in self.compared for norm in pair]
+        now, then = torch.stack(norms).double().view(-1, 2).unbind(1)
         close = torch.isclose(now, then, rtol=_tolerance(self.final), equal_nan=True)
         if not now.is_meta and not close.all():
             raise _not_the_same()
@@ -361,14 +369,11 @@ class Walk:
         return list(found)
 
 
-def _norms_of(state: Any, out: Any) -> Tensor:
+def _norms_of(state: Any, out: Any) -> Sequence[Tensor]:
     """The norms of all tensors in a state and an output, which another step would change."""
-    leaves = [t.detach() for t in _tree.leaves((state, out)) if differentiable(t) and t.numel()]
-    if not leaves:
-        return torch.empty(0)
-    norms = torch._foreach_norm(leaves)  # type: ignore[attr-defined]
-    device = norms[0].device
-    return torch.stack([n if n.device == device else n.to(device) for n in norms]).double()
+    tensors = _tree.tensors((state, out))
+    leaves = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    return torch._foreach_norm(leaves) if leaves else ()  # type: ignore[attr-defined]
 
 
 def _tolerance(state: Any) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from innerloop.backward.auto import Forecast
+if TYPE_CHECKING:
+    from innerloop.backward.auto import Forecast
 
 
 class Difference(NamedTuple):

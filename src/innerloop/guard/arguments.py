@@ -57,7 +57,7 @@ def check_whole(modules: Iterable[nn.Module]) -> None:
         return
     for module in modules:
         inside = fsdp is not None and isinstance(module, fsdp.FSDPModule)
-        if inside or any(isinstance(p, tensor.DTensor) for p in module.parameters(recurse=False)):
+        if inside or any([isinstance(p, tensor.DTensor) for p in module._parameters.values()]):
             raise RequirementError(
                 four_part(
                     f"You sharded {type(module).__name__} by fully_shard or as DTensors.",
@@ -73,7 +73,7 @@ def check_whole(modules: Iterable[nn.Module]) -> None:
 def check_steady(model: nn.Module) -> None:
     """Refuse layers that write to their weights whenever they are called."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise InnerLoopError(
                 four_part(
                     f"The layer {name!r} of the model is a {type(module).__name__} with "

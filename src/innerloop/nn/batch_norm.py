@@ -245,7 +245,9 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     variance, mean = torch.var_mean(x.detach(), over, correction=1)
     for running, new in ((module.running_mean, mean), (module.running_var, variance)):
         assert running is not None
-        _advance(running, new, share)
+        # Statistics change without counting a version, as torch's own layer changes them.
+        plain = not torch.compiler.is_compiling() and not _is_mapped()
+        _advance(running.data if plain else running, new, share)
     return batch_norm(x, module.weight, module.bias, eps=module.eps)
 
 

@@ -73,6 +73,8 @@ class InnerStep(Step):
     def __call__(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         if not isinstance(state, State) or not isinstance(meta, Meta):
             raise refusals.not_a_state(meta if isinstance(state, State) else state)
+        if torch.compiler.is_compiling():
+            return self._take(state, meta, batch)
         try:
             return self._take(state, meta, batch)
         except Exception as error:
@@ -134,6 +136,8 @@ class InnerStep(Step):
 
     def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights as the loss gets those that do not move."""
+        if torch.compiler.is_compiling():
+            return named  # as they were before: see innerloop.compile
         return self.as_trained(named) if self._trains_others else named
 
     @functools.cached_property
@@ -145,7 +149,8 @@ class InnerStep(Step):
 
     def moving(self, named: Mapping[str, Any]) -> Sequence[str]:
         """The names of the weights that move: those of the rule that the model has not frozen."""
-        if self.model is not None and named.keys() == self.model.params.keys():
+        compiling = torch.compiler.is_compiling()  # Dynamo does not enter a cached_property
+        if self.model is not None and not compiling and named.keys() == self.model.params.keys():
             return self._moving_in_model
         return self._moving_among(named)
 
@@ -244,9 +249,12 @@ class InnerStep(Step):
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
         """Whether a gradient could be asked of anything that has a part in the loss."""
-        for leaf in _tree.leaves((state.params, meta, batch)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                return True
+        for part in (state.params, meta, batch):
+            for leaf in _tree.leaves(part):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    return True
+        if torch.compiler.is_compiling():
+            return True  # gradients are derived where any is asked for
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(
@@ -490,7 +498,8 @@ def inner_step(
 def as_leaf(param: Tensor) -> Tensor:
     """A weight as a leaf of the graph, marked as made by a step."""
     leaf = param.detach().requires_grad_()
-    leaf._innerloop_made = True  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling():
+        leaf._innerloop_made = True  # type: ignore[attr-defined]
     return leaf
 
 

@@ -18,7 +18,7 @@ from innerloop import _tree
 from innerloop.errors import InnerLoopError, NotBatchableError
 from innerloop.step.protocol import as_step
 from innerloop.step.step import InnerStep
-from innerloop.tasks.corrections import Corrections, OrderError, TracedCorrections
+from innerloop.tasks.corrections import Corrections, OrderError
 
 
 def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
@@ -57,7 +57,7 @@ def _beside(leaf: Tensor, device: torch.device) -> Tensor:
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
     if torch.compiler.is_compiling():
-        with TracedCorrections():
+        with Corrections():
             return torch.vmap(one, randomness="different")(*tensors)
     try:
         with Corrections():

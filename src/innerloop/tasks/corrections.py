@@ -40,20 +40,23 @@ class Corrections(NoGenerators):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seed = torch.default_generator.initial_seed()
+        compiling = torch.compiler.is_compiling()
+        self._seed = None if compiling else torch.default_generator.initial_seed()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func == _REQUIRES_GRAD:
-            return _requires_grad(args[0])
-        if torch.default_generator.initial_seed() != self._seed:
-            # Tasks would have numbers of their own in spite of it.
-            raise OrderError("it sets the seed of torch's random numbers")
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            # It would call the function again outside, with tensors that exist only inside.
-            raise OrderError("it computes a part again in the backward, by torch.utils.checkpoint")
+        if self._seed is not None:
+            if func == _REQUIRES_GRAD:
+                return _requires_grad(args[0])
+            if torch.default_generator.initial_seed() != self._seed:
+                # Tasks would have numbers of their own in spite of it.
+                raise OrderError("it sets the seed of torch's random numbers")
+            hooks = saved_tensor_hooks()
+            if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+                # It would call the function again outside, with tensors that exist only inside.
+                why = "it computes a part again in the backward, by torch.utils.checkpoint"
+                raise OrderError(why)
         if func in _OF_ALL and len(args) + len(kwargs or {}) == 1 and _is_mapped_once():
             return _OF_ALL[func](*args, **(kwargs or {}))
         if func is functional.embedding:
@@ -61,18 +64,6 @@ class Corrections(NoGenerators):
         if func is torch.embedding:
             return plain_embedding(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
-
-
-class TracedCorrections(TorchFunctionMode):
-    """The derivatives alone, as Dynamo can trace them; it refuses generators and seeds itself."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _OF_ALL and len(args) + len(kwargs or {}) == 1:
-            return _OF_ALL[func](*args, **(kwargs or {}))
-        corrected = {functional.embedding: embedding, torch.embedding: plain_embedding}
-        return corrected.get(func, func)(*args, **(kwargs or {}))
 
 
 def saved_tensor_hooks() -> Any:
@@ -90,6 +81,8 @@ def _requires_grad(value: Tensor) -> bool:
 
 
 def _is_mapped_once() -> bool:
+    if torch.compiler.is_compiling():
+        return True  # Dynamo does not see the stack
     stack = get_interpreter_stack()
     return stack is not None and len(stack) == 1
 
