@@ -257,7 +257,8 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = [line for line in lines if line.startswith(("Developer debug context:", "File "))]
     own = [line for line in where if "innerloop" not in line and "/torch/" not in line]
-    found = [*(lines or [type(error).__name__])[:1], *own[:1], *own[1:][-1:]]
+    first = (lines or [type(error).__name__])[: 2 if lines and lines[0].endswith(":") else 1]
+    found = [" ".join(first), *own[:1], *own[1:][-1:]]
     return "; ".join([part.removeprefix("Developer debug context: ") for part in found])
 
 
