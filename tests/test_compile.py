@@ -412,3 +412,26 @@ def test_inductor():
     inner.compile()
     *train, val = batches(6, TASKS, inputs=1)
     assert_follows(inner, train, val, True, programs=1)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_torch_compile_of_a_loop_is_its_own_compilation(fullgraph):
+    inner, train, val = built()
+    outside = torch.compile(inner, fullgraph=fullgraph, backend="eager")
+    expected = uncompiled(inner, train, val)
+    losses = outside(train, val)
+    assert inner.compiler.programs == 1
+    assert_same([losses, *gradients(losses * 2, inner)], expected)
+
+
+def test_torch_compile_makes_the_compiler():
+    torch._dynamo.reset()
+    model = Small()
+    inner = il.InnerLoop(
+        model, optim.SGD(model.parameters(), lr=0.3), squares, backward=il.Forward()
+    )
+    *train, val = batches(3)
+    with pytest.warns(UserWarning, match="Forward"):
+        value = torch.compile(inner)(train, val)
+    assert inner.compiler is not None
+    assert_same([value], [inner(train, val)])

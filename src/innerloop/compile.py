@@ -13,10 +13,11 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from innerloop import _tree
 from innerloop.backward import Auto, Binomial, Forward, Implicit, Remat, Tape
@@ -29,6 +30,7 @@ from innerloop.tasks import Way, vmap
 from innerloop.tasks.axis import count, spread
 from innerloop.tasks.batched import over_tasks
 
+F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = ("auto", "whole", "step")
 _WHOLE = 100
 """The most steps times modules of which ``"auto"`` makes one program."""
@@ -216,6 +218,36 @@ def _startable(step: InnerStep, state: State) -> State:
         if not params[name].requires_grad:
             params[name] = as_leaf(params[name])
     return state._replace(params=params)
+
+
+# ``torch.compile(inner)``. ----------------------------------------------------------------------
+
+
+def opaque(forward: F) -> F:
+    """A ``forward`` that ``torch.compile(inner)`` does not trace: it means ``inner.compile()``.
+
+    Dynamo only takes frames whose code it was not told to skip. Traced from outside, a call would
+    be cut into parts, which cannot be differentiated twice.
+    """
+
+    @functools.wraps(forward)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        callback = eval_frame.get_eval_frame_callback()
+        if callback is None or isinstance(callback, bool):
+            return forward(self, *args, **kwargs)
+        eval_frame.set_eval_frame(None)
+        try:
+            if self.compiler is None:
+                self.compile()
+            return forward(self, *args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(callback)
+
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(*skip)
+    eval_frame.set_code_exec_strategy(method.__code__, strategy)  # type: ignore[attr-defined]
+    return method  # type: ignore[return-value]
 
 
 # Around torch.compile. --------------------------------------------------------------------------

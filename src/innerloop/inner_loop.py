@@ -15,7 +15,7 @@ from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.call import Prepared, TaskRun
-from innerloop.compile import Compiler
+from innerloop.compile import Compiler, opaque
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard.arguments import (
     check_callable,
@@ -138,6 +138,7 @@ class InnerLoop(nn.Module):
 
     # The interface. -----------------------------------------------------------------------------
 
+    @opaque
     def forward(self, train: Any, val: Any, *, tasks: bool | Way | None = None) -> Tensor:
         """L_val after one step for each batch in ``train``.
 

@@ -142,7 +142,7 @@ def initially(packed: Packed, setting: Value, slot: str) -> Tensor:
 
 
 def once_started(slots: Slots) -> Slots:
-    """The state to write into torch: nothing before the first step, so that torch begins by itself."""
+    """The state to write into torch: nothing before the first step."""
     return slots if bool((slots["step"] > 0).any()) else {}
 
 
