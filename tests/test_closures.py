@@ -454,6 +454,21 @@ def test_a_change_that_no_value_shows_is_noticed_or_harmless(backward: Any) -> N
     assert_same(actual, gradient(change=False))
 
 
+@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1)], ids=repr)
+@pytest.mark.parametrize("what", ["lr", "weight", "batch"])
+def test_a_change_in_place_beside_a_computed_tensor_is_refused(what: str, backward: Any) -> None:
+    torch.manual_seed(0)
+    plain, train, val = training()
+    scale = torch.tensor(0.4, requires_grad=True).exp()
+    loop = Training(plain.model, lambda model, batch: scale * squares(model, batch))
+    value = loop.value(train, val, backward)
+    changed = {"lr": loop.lr, "weight": next(iter(loop.params.values())), "batch": train[0][0]}
+    with torch.no_grad():
+        changed[what].mul_(2)
+    with pytest.raises((RuntimeError, il.InnerLoopError), match=r"in place|inplace"):
+        loop.grads(value)
+
+
 # Leaves that a loss makes for itself. -----------------------------------------------------------
 
 

@@ -64,8 +64,16 @@ def fold_in_graph(
     the gradient can be differentiated again.
     """
 
+    callers = Unwritten()
+    callers.add(_tree.leaves((state, meta)))
+
+    def check_and_step(state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
+        callers.check()
+        return step(state, meta, batch)
+
     def take(state: Any, meta: Any, batch: Any) -> tuple[Any, Any]:
-        return checkpoint(step, state, meta, batch, use_reentrant=False)
+        callers.add(_tree.leaves(batch))
+        return checkpoint(check_and_step, state, meta, batch, use_reentrant=False)
 
     before = Randomness(devices_of(_tree.leaves(state)))
     try:
