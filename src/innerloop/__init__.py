@@ -23,6 +23,7 @@ from innerloop.eager.interface import register_optim as register_optim
 from innerloop.eager.optimizer import DifferentiableOptimizer as DifferentiableOptimizer
 from innerloop.eager.trainable import apply_trainable_opt_params as apply_trainable_opt_params
 from innerloop.eager.trainable import get_trainable_opt_params as get_trainable_opt_params
+from innerloop.errors import DivergedError as DivergedError
 from innerloop.errors import InnerLoopError as InnerLoopError
 from innerloop.errors import RequirementError as RequirementError
 from innerloop.inner_loop import InnerLoop as InnerLoop
