@@ -3,7 +3,8 @@
     python benchmarks/versions.py ../older --only c,d,e,f
 
 Both run in processes of their own, in turn. Printed is the time of this checkout divided by that of
-the other: the median over the rounds and the quartiles.
+the other: the median over the rounds and the quartiles. Versions before 0.3 kept freed memory by
+themselves; compare with them at equal settings of malloc (docs/fast.md, "Memory on a CPU").
 """
 
 from __future__ import annotations
