@@ -20,13 +20,12 @@ __all__ = [
     "copied",
     "detach",
     "differentiable",
+    "fill",
     "flatten",
     "has_tangents",
     "leaves",
     "map",
     "opaque",
-    "plain",
-    "structure",
     "tensors",
     "unflatten",
 ]
@@ -88,6 +87,12 @@ def map(function: Callable[[Any], Any], tree: Any) -> Any:
     return tree_map(function, tree) if kind in SUPPORTED_NODES else function(tree)
 
 
+def fill(tree: Any, leaves: Iterable[Any]) -> Any:
+    """The same tree with other leaves, in the order of :func:`leaves`."""
+    rest = iter(leaves)
+    return map(lambda _: next(rest), tree)
+
+
 def detach(value: Any) -> Any:
     """Detaches a tensor that requires grad; returns other leaves unchanged."""
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
@@ -103,28 +108,7 @@ def has_tangents(*trees: Any) -> bool:
 
 def copied(tree: Any) -> Any:
     """The same leaves in containers of their own."""
-    return unflatten(*flatten(tree))
-
-
-def structure(tree: Any, leaves: list[Any]) -> Any:
-    """Append the leaves as ``flatten`` has them; a hashable value that tells trees apart.
-
-    For what is done at every call: several times as fast.
-    """
-    kind = type(tree)
-    if kind is Tensor or kind is Parameter or kind in _PLAIN:
-        leaves.append(tree)
-        return None
-    if kind is dict:
-        return kind, tuple(tree), tuple([structure(v, leaves) for v in tree.values()])
-    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return kind, tuple([structure(v, leaves) for v in tree])
-    if kind in SUPPORTED_NODES:
-        found, spec = flatten(tree)
-        leaves += found
-        return spec
-    leaves.append(tree)
-    return None
+    return map(lambda leaf: leaf, tree)
 
 
 # Leaves that are not what they seem. ------------------------------------------------------------
@@ -135,11 +119,6 @@ _PLAIN = frozenset(
     | {FunctionType, BuiltinFunctionType, MethodType, ModuleType}
 )
 _SEARCH_LIMIT = 1000
-
-
-def plain(value: Any) -> bool:
-    """Whether a leaf cannot change without becoming another object."""
-    return type(value) in _PLAIN
 
 
 def opaque(leaves: Iterable[Any]) -> Any:

@@ -144,5 +144,5 @@ class TaskRun:
 
     @property
     def device(self) -> torch.device:
-        leaves = _tree.flatten(self.prepared.state.params)[0]
+        leaves = _tree.leaves(self.prepared.state.params)
         return next((t.device for t in leaves if isinstance(t, Tensor)), torch.device("cpu"))

@@ -365,11 +365,11 @@ class InnerLoop(nn.Module):
         step = inner_step(
             self.loss,
             rule,
+            template,
             first_order=self.first_order,
             grad_transform=self.grad_transform,
             schedule=settings,
         )
-        step = dataclasses.replace(step, model=template)
         state = State(params, template.buffers, step.initial(params))
         return Prepared(step, state, self.meta(rule), self.backward)
 

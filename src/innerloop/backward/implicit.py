@@ -198,7 +198,7 @@ class _Run:
         self.inputs = list(inputs.values())
         self.places = self._places()
         leaves = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
-        outs, out_spec = columns(self.outs)
+        outs = columns(self.outs)
         for column in outs:
             check_visible(column if isinstance(column, list) else ())
         if self.inputs and self.places:
@@ -209,7 +209,7 @@ class _Run:
                 self.places,
                 lambda values: attach(values, self.inputs, self.pull, name="Implicit"),
             )
-        return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
+        return _tree.unflatten(leaves, self.final_spec), _tree.fill(self.outs[0], outs)
 
     def _places(self) -> list[int]:
         """Where the unknowns of the equation are among the leaves of the last state."""

@@ -9,91 +9,129 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
-from innerloop._tree import differentiable
 from innerloop.guard import closures, graph
 from innerloop.step.protocol import Step
 
 Grads = list[Tensor | None]
 
 
-class Segment:
-    """Steps taken with stand-ins for every tensor they are given: same values, no history.
+class StandIns:
+    """Stand-ins for the caller's tensors that require grad: same values, no history.
 
-    ``original`` tells for a state leaf which tensor of the caller it is, if it is one; its gradient
-    is a part of that tensor's, not of the state before. ``closed_over`` are leaves that the steps
-    use without being given them.
+    Args:
+        original: by the id of a state leaf that no step has replaced, the caller's tensor. Its
+            gradient is a part of that tensor's, not of the state before.
+        meta: the meta-parameters of every step.
+    """
+
+    def __init__(self, original: Mapping[int, Any], meta: Any) -> None:
+        self.original = original
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the id of a tensor of the caller, itself and its stand-in."""
+        self.states = {key: self.of(tensor) for key, tensor in original.items()}
+        self.meta = _tree.map(self.of, meta)
+
+    def of(self, value: Any) -> Any:
+        """The stand-in of a tensor that requires grad; other values as they are."""
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if id(value) not in self.pairs:
+            self.pairs[id(value)] = (value, value.detach().requires_grad_())
+        return self.pairs[id(value)][1]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """The stand-ins."""
+        return [new for _, new in self.pairs.values()]
+
+    @property
+    def callers(self) -> dict[int, Tensor]:
+        """By the id of its stand-in, each tensor of the caller."""
+        return {id(new): old for old, new in self.pairs.values()}
+
+
+class Segment:
+    """Steps taken with stand-ins for every tensor they are given.
+
+    ``closed_over`` are leaves that the steps use without being given them.
     """
 
     def __init__(
         self,
         step: Step,
         state: Any,
-        meta: Any,
         batches: Sequence[Any],
-        original: Mapping[int, Any],
+        stand_ins: StandIns,
         closed_over: Sequence[Tensor] = (),
     ) -> None:
         self.since = graph.now()
-        self.closed_over = list(closed_over)
-        self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a tensor of the caller, itself and its stand-in."""
+        self.stand_ins, self.closed_over = stand_ins, list(closed_over)
+        self.learned: dict[int, tuple[Tensor, Tensor]] = {}
+        """By its id, each tensor of a batch that requires grad, and its stand-in."""
         self.sources: list[Tensor | None] = []
         """For each state leaf its stand-in, or None if it has no gradient of its own here."""
-        self.original = original
         self.constants = set(map(id, step.constants(state)))
         self.state = _tree.map(self._enter, state)
-        meta = _tree.map(self._stand_in, meta)
         self.outs: list[Any] = []
         with torch.enable_grad():
             for batch in batches:
-                self.state, out = step(self.state, meta, _tree.map(self._hand_over, batch))
+                self.state, out = step(
+                    self.state, stand_ins.meta, _tree.map(self._hand_over, batch)
+                )
                 self.outs.append(out)
+        self.leaves = _tree.leaves(self.state)
 
     def _enter(self, leaf: Any) -> Any:
-        if id(leaf) in self.original:
+        if not isinstance(leaf, Tensor):
             self.sources.append(None)
-            return self._stand_in(self.original[id(leaf)])
-        has_gradient = differentiable(leaf) and id(leaf) not in self.constants
-        source = leaf.detach().requires_grad_() if has_gradient else None
+            return leaf
+        if id(leaf) in self.stand_ins.states:
+            self.sources.append(None)
+            return self.stand_ins.states[id(leaf)]
+        if id(leaf) in self.constants or not _tree.differentiable(leaf):
+            self.sources.append(None)
+            return leaf
+        source = leaf.detach().requires_grad_()
         self.sources.append(source)
-        return leaf if source is None else source
-
-    def _stand_in(self, value: Any) -> Any:
-        """The stand-in of a tensor of the caller that requires grad; other values as they are."""
-        if not (isinstance(value, Tensor) and value.requires_grad):
-            return value
-        if id(value) not in self.stand_ins:
-            self.stand_ins[id(value)] = (value, value.detach().requires_grad_())
-        return self.stand_ins[id(value)][1]
+        return source
 
     def _hand_over(self, value: Any) -> Any:
         """A leaf of a batch as a new object: what a loss does to its flags stays here."""
         if not isinstance(value, Tensor):
             return value
-        return self._stand_in(value) if value.requires_grad else value.detach()
-
-    def unmoved(self) -> dict[int, Tensor]:
-        """By the id of its stand-in, each tensor of the caller."""
-        return {id(new): old for old, new in self.stand_ins.values()}
+        if not value.requires_grad:
+            return value.detach()
+        if id(value) in self.stand_ins.pairs:
+            return self.stand_ins.of(value)
+        if id(value) not in self.learned:
+            self.learned[id(value)] = value, value.detach().requires_grad_()
+        return self.learned[id(value)][1]
 
     def find_closures(self) -> tuple[list[Tensor], list[Any]]:
         """Leaves, and nodes older than the segment, that its results depend on unexpectedly."""
         sources = [t for t in self.sources if t is not None]
-        known = [*sources, *(new for _, new in self.stand_ins.values()), *self.closed_over]
-        return closures.closed_over(_tree.tensors((self.state, self.outs)), known, self.since)
+        known = [*sources, *(new for _, new in self._callers()), *self.closed_over]
+        return closures.closed_over(_tree.tensors((self.leaves, self.outs)), known, self.since)
+
+    def _callers(self) -> list[tuple[Tensor, Tensor]]:
+        return [*self.stand_ins.pairs.values(), *self.learned.values()]
 
     def pull(
-        self, above: Grads, outs: Sequence[Grads], add: Callable[[Tensor, Tensor], None]
+        self,
+        above: Grads,
+        outs: Sequence[Grads] | None,
+        add: Callable[[Tensor, Tensor], None],
     ) -> Grads:
         """B before these steps, out of B after them; ``add`` gets the caller's tensors' part (A).
 
-        ``above`` has a gradient for each leaf of the state after, ``outs`` one for each leaf of
-        each output.
+        ``above`` has a gradient for each leaf of the state after. ``outs`` has one for each leaf of
+        each output, or is ``None`` if there are none.
         """
-        pairs = _live(_tree.leaves(self.state), above)
-        for out, grads in zip(self.outs, outs, strict=True):
-            pairs += _live(_tree.leaves(out), grads)
-        callers = [*self.stand_ins.values(), *((t, t) for t in self.closed_over)]
+        pairs = _live(self.leaves, above)
+        if outs is not None:
+            for out, grads in zip(self.outs, outs, strict=True):
+                pairs += _live(_tree.leaves(out), grads)
+        callers = self._callers() + [(t, t) for t in self.closed_over]
         targets = [t for t in self.sources if t is not None] + [new for _, new in callers]
         found: Sequence[Tensor | None] = [None] * len(targets)
         if pairs and targets:

@@ -76,15 +76,13 @@ def stack_outputs(outs: Sequence[Any]) -> Any:
     """The outputs of all steps with a new first axis; what cannot be stacked becomes a list."""
     if not outs:
         return None
-    found, spec = columns(outs)
-    return _tree.unflatten(found, spec)
+    return _tree.fill(outs[0], columns(outs))
 
 
-def columns(outs: Sequence[Any]) -> tuple[list[Any], Any]:
+def columns(outs: Sequence[Any]) -> list[Any]:
     """For each leaf of the outputs, its values at all steps: one tensor, or a list."""
-    spec = _tree.flatten(outs[0])[1]
     leaves = zip(*[_tree.leaves(out) for out in outs], strict=True)
-    return [_stack(column) for column in leaves], spec
+    return [_stack(column) for column in leaves]
 
 
 def connect(

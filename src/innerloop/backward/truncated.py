@@ -96,8 +96,8 @@ class _Plain(Part):
 
 def _join(early: Sequence[Any], late: Any) -> Any:
     """The outputs of all steps: those of the first ones, and the stacked ones of the last."""
-    first, spec = columns(early)
-    pairs = zip(first, spec.flatten_up_to(late), strict=True)
+    spec = _tree.flatten(early[0])[1]
+    pairs = zip(columns(early), spec.flatten_up_to(late), strict=True)
     return _tree.unflatten([_column(a, b) for a, b in pairs], spec)
 
 

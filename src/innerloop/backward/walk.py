@@ -9,6 +9,7 @@ descent begins have their graph from the start.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from innerloop import _tree
 from innerloop._tree import differentiable
 from innerloop.backward.attach import attach
 from innerloop.backward.orders import Action, Advance, Drop, Keep, Load, Reverse
-from innerloop.backward.segment import Grads, Segment
+from innerloop.backward.segment import Grads, Segment, StandIns
 from innerloop.backward.strategy import (
     check_visible,
     columns,
@@ -107,7 +108,7 @@ class Walk:
     ) -> None:
         self.step, self.meta, self.batches, self.order = step, meta, batches, order
         self.plain_meta = _tree.map(_tree.detach, meta)
-        self.start, self.spec = _tree.flatten(state)
+        self.state, self.start = state, _tree.leaves(state)
         self.devices = devices_of(self.start)
         self.autocast = Autocast(self.devices)
         self.kept: dict[int, Kept] = {}
@@ -119,16 +120,20 @@ class Walk:
         self.callers = Unwritten()
         self.callers.add(_tree.leaves((state, meta)))
         own = [_tree.detach(leaf) for leaf in self.start]
-        self.first = Kept(_tree.unflatten(own, self.spec), Randomness(self.devices))
+        self.first = Kept(_tree.fill(state, own), Randomness(self.devices))
         self.original = {id(new): old for new, old in zip(own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
+        self.stand_ins = StandIns(self.original, meta)
+        self.again = step.continued(self.stand_ins.all)
+        """The step, for states that are stand-ins."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
         self.segment: Segment | None = None
         """The steps that the descent begins with, if they have their graph already."""
+        self.closed_over: list[Tensor] = []
         with torch.no_grad(), self.autocast.restored():
             final = self._climb(ahead)
-        self.final, self.final_spec = _tree.flatten(final)
+        self.final_state, self.final = final, _tree.leaves(final)
         self.constants.update(map(id, step.constants(final)))
 
     # Climb. -------------------------------------------------------------------------------------
@@ -143,6 +148,8 @@ class Walk:
             final = self._climb_with_graph(reverse, working, observer)
         else:
             final = self._take(step, working, Advance(*reverse), observer).state
+        now = Randomness(self.devices, self.first.randomness)
+        self.is_random = now.cpu is not self.first.randomness.cpu or bool(self.devices)
         self.closed_over = list(observer.found.values())
         self.callers.add(self.closed_over)
         return final
@@ -151,8 +158,7 @@ class Walk:
         self, reverse: Reverse, working: Kept, observer: closures.Observer
     ) -> Any:
         """Take the last steps with their graph, which the descent then need not make."""
-        batches = [self._batch(j) for j in range(*reverse)]
-        segment = Segment(self.step, working.state, self.meta, batches, self.original)
+        segment = self._take_again(reverse, working)
         leaves, older = segment.find_closures()
         if older:
             raise closures.ComputedOutsideError(older[0])
@@ -162,7 +168,7 @@ class Walk:
         self.segment = segment
         for out in segment.outs:
             self.outs.append(_tree.map(_tree.detach, out))
-        callers, ours = segment.unmoved(), {id(old): new for new, old in self._own_pairs()}
+        callers, ours = self.stand_ins.callers, {id(old): new for new, old in self._own_pairs()}
 
         def own(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and not leaf.requires_grad:
@@ -186,6 +192,11 @@ class Walk:
             working = self._move(step, working, action, observer)
         raise AssertionError("an order without a reversal")
 
+    def _restore(self, working: Kept) -> None:
+        """Set the random state of a step; once is enough if no step draws random numbers."""
+        if self.is_random:
+            working.randomness.set()
+
     def _move(
         self, step: Step, working: Kept, action: Action, observer: closures.Observer | None = None
     ) -> Kept:
@@ -197,7 +208,7 @@ class Walk:
             working = self.kept[action.at]
         elif isinstance(action, Advance):
             if observer is None:
-                working.randomness.set()
+                self._restore(working)
             working = self._take(step, working, action, observer)
         return working
 
@@ -235,7 +246,7 @@ class Walk:
     def result(self) -> tuple[Any, Any]:
         """The final state and the stacked outputs, connected to the inputs."""
         check_visible(_tree.leaves((self.final, self.outs[-1])))
-        self.columns, out_spec = columns(self.outs)
+        self.columns = columns(self.outs)
         leaves = [self.original.get(id(leaf), leaf) for leaf in self.final]
         fixed = self.constants | self.original.keys()
         self.moved = [
@@ -252,7 +263,7 @@ class Walk:
                 self.moved,
                 lambda values: attach(values, self.inputs, self.descend, self.descend_with_graph),
             )
-        return _tree.unflatten(leaves, self.final_spec), _tree.unflatten(outs, out_spec)
+        return _tree.fill(self.final_state, leaves), _tree.fill(self.outs[0], outs)
 
     # Descent. -----------------------------------------------------------------------------------
 
@@ -267,7 +278,9 @@ class Walk:
         for i, grad in zip(self.moved, grads, strict=False):
             above[i] = grad
         shown = grads[len(self.moved) :]
+        shown = None if all([grad is None for grad in shown]) else shown
         with preserved(self.devices), self.autocast.restored():
+            self.first.randomness.set()
             for reverse, working in self._reversals():
                 above = self._reverse(reverse, working, above, shown)
         self.kept.clear()  # not to be held as long as the loss is
@@ -278,7 +291,6 @@ class Walk:
         """The reversals of the order with their states."""
         if self.pending is None:
             # An earlier backward has used up what was kept: climb again.
-            self.first.randomness.set()
             with torch.no_grad():
                 self.pending = self._advance_to_reversal(self.step, None)
         pending, self.pending = self.pending, None
@@ -293,14 +305,15 @@ class Walk:
                     working = self._move(self.step, working, action)
 
     def _reverse(
-        self, reverse: Reverse, working: Kept, above: Grads, shown: Sequence[Tensor | None]
+        self, reverse: Reverse, working: Kept, above: Grads, shown: Sequence[Tensor | None] | None
     ) -> Grads:
         """B before the steps, out of B after them."""
         segment, self.segment = self.segment, None
         if segment is None:
+            self._restore(working)
             segment = self._take_again(reverse, working)
             if reverse.stop <= len(self.norms):
-                self._note(_norms_of(segment.state, segment.outs[-1]), reverse.stop - 1)
+                self._note(_norms_of(segment.leaves, segment.outs[-1]), reverse.stop - 1)
         suspects = None
         if not self.is_searched:
             leaves, older = segment.find_closures()
@@ -308,21 +321,21 @@ class Walk:
                 raise closures.not_followed(None, older[0], self.step.roots)
             suspects, self.is_searched = closures.Suspects(leaves), True
             del leaves
-        outs = [grads_of_step(self.columns, shown, j) for j in range(*reverse)]
+        outs = None
+        if shown is not None:
+            outs = [grads_of_step(self.columns, shown, j) for j in range(*reverse)]
         below = segment.pull(above, outs, self._add)
         del segment
         if suspects is not None:
+            working.randomness.set()
             suspects.refuse(
                 lambda: self._take_again(reverse, working).find_closures()[0], self.step.roots
             )
         return below
 
     def _take_again(self, reverse: Reverse, working: Kept) -> Segment:
-        working.randomness.set()
         batches = [self._batch(j) for j in range(*reverse)]
-        return Segment(
-            self.step, working.state, self.meta, batches, self.original, self.closed_over
-        )
+        return Segment(self.again, working.state, batches, self.stand_ins, self.closed_over)
 
     def _note(self, norms: Sequence[Tensor], step: int) -> None:
         """Keep the norms of a step that was taken again, to compare all of them at once."""
@@ -335,11 +348,14 @@ class Walk:
         if not self.compared:
             return
         device = self.compared[0][0].device
-        norms = [norm.to(device) for pair in self.compared for norm in pair]
-        now, then = torch.stack(norms).double().view(-1, 2).unbind(1)
-        close = torch.isclose(now, then, rtol=_tolerance(self.final), equal_nan=True)
-        if not now.is_meta and not close.all():
-            raise _not_the_same()
+        if device.type == "meta":
+            return
+        norms = torch.stack([n.to(device) for pair in self.compared for n in pair]).tolist()
+        tolerance = _tolerance(self.final)
+        for now, then in zip(norms[::2], norms[1::2], strict=True):
+            both_nan = now != now and then != then
+            if not both_nan and not math.isclose(now, then, rel_tol=tolerance):
+                raise _not_the_same()
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         known = self.sums.get(id(tensor))
@@ -359,13 +375,13 @@ class Walk:
         def stand_in(leaf: Any) -> Any:
             return stand_ins.get(id(leaf), leaf)
 
-        state = _tree.unflatten([stand_in(leaf) for leaf in self.start], self.spec)
+        state = _tree.map(stand_in, self.state)
         batches = [_tree.map(stand_in, self._batch(j)) for j in range(len(self.batches))]
         with preserved(self.devices), self.autocast.restored():
             self.first.randomness.set()
             final, outs = fold_in_graph(self.step, state, _tree.map(stand_in, self.meta), batches)
         values: list[Tensor] = []
-        connect(_tree.leaves(final), columns(outs)[0], self.moved, lambda v: values.extend(v) or v)
+        connect(_tree.leaves(final), columns(outs), self.moved, lambda v: values.extend(v) or v)
         pairs = zip(values, grads, strict=True)
         live = [(v, g) for v, g in pairs if g is not None and v.requires_grad]
         if not live:

@@ -7,6 +7,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Randomness:
     """
 
     def __init__(self, devices: Devices, previous: Randomness | None = None) -> None:
-        self.cpu = torch.get_rng_state()
+        self.cpu = torch.default_generator.get_state()
         self.others = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
         if previous is not None and _bytes(self.cpu) == _bytes(previous.cpu):
             # A long run of steps without random numbers keeps one state, not thousands.
@@ -86,15 +87,14 @@ class Autocast:
             if torch.amp.is_autocast_available(kind)
         ]
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.settings:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-                    )
-            yield
+    def restored(self) -> AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for kind, dtype, enabled in self.settings:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                )
+        return stack
 
 
 class Draws:

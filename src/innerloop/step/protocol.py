@@ -69,6 +69,13 @@ class Step:
         """The same step without a graph in its results; ``look`` sees the graph it had."""
         return _Observed(self, look)
 
+    def continued(self, start: Any) -> Step:
+        """The same step, for states that its own steps made out of ``start``.
+
+        Only tensors of ``start`` may also be, or have a part in, the other arguments.
+        """
+        return self
+
     def linearize(self, state: Any, meta: Any, batch: Any) -> Linearization:
         """The step at a point whose tensors are leaves, with its derivative along directions."""
         return GenericLinearization(self, state, meta, batch)
@@ -132,8 +139,10 @@ def fold(
     step: Callable[..., tuple[Any, Any]], state: Any, meta: Any, batches: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
     """The plain loop: the final state and a list of outputs."""
-    outs = []
+    start, outs = state, []
     for j in range(len(batches)):
+        if j == 1 and isinstance(step, Step):
+            step = step.continued(start)
         state, out = step(state, meta, batches[j])
         outs.append(out)
     return state, outs

@@ -44,15 +44,14 @@ def named_leaves(params: Any) -> dict[str, Any]:
     """The leaves of any nesting by name; a flat mapping keeps its own names."""
     if _is_flat(params):
         return dict(params)
-    return {str(i): leaf for i, leaf in enumerate(_tree.flatten(params)[0])}
+    return {str(i): leaf for i, leaf in enumerate(_tree.leaves(params))}
 
 
 def rebuild(params: Any, named: Mapping[str, Any]) -> Any:
     """The inverse of :func:`named_leaves` for other leaves."""
     if _is_flat(params):
         return dict(zip(params, map(named.__getitem__, params), strict=True))
-    leaves, spec = _tree.flatten(params)
-    return _tree.unflatten([named[str(i)] for i in range(len(leaves))], spec)
+    return _tree.fill(params, [named[str(i)] for i in range(len(named))])
 
 
 def _is_flat(params: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class InnerStep(Step):
     """Sees the next inner gradient that is made with a graph."""
     look: Look | None = None
     """Sees the graphs of the loss and of the update where the results have none."""
+    shared: Collection[int] | None = None
+    """Ids of the weights that other arguments may depend on; ``None`` for all."""
 
     symmetric = True
 
@@ -87,20 +89,23 @@ class InnerStep(Step):
             check_buffers(state.buffers)
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
-        named = named_leaves(state.params)
+        named = self.by_name(state.params)
         sources = self.sources(named, tracked)
         since = graph.now() if tracked and not torch.compiler.is_compiling() else 0
         second = tracked and not self.first_order
         with torch.enable_grad(), twice_differentiable() if second else nullcontext():
-            params = rebuild(state.params, {**self.resting(named), **sources})
+            params = self._nest(state.params, {**self.resting(named), **sources})
             found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
             follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
             grads = self.gradients(found.total, sources, follow, since)
         if self.look is not None:
             self.look(_tree.tensors(found.out), sources.values())
-        by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
+        by_name = self.pull_to_anchor(grads, named, meta)
+        if len(by_name) < len(named):
+            by_name = dict.fromkeys(named) | by_name
+        state = State(state.params, found.buffers, state.opt, state.time)
         with torch.set_grad_enabled(tracked or self.look is not None):
-            new = self.update(state._replace(buffers=found.buffers), meta, by_name, found, batch)
+            new = self.update(state, meta, by_name, found, batch)
         if self.look is not None:
             # The update was given tensors without a graph: one with a graph comes from outside.
             connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
@@ -111,19 +116,29 @@ class InnerStep(Step):
 
     # The parts of a step. -----------------------------------------------------------------------
 
+    def by_name(self, params: Any) -> Mapping[str, Any]:
+        """The weights by name, as a model has them already."""
+        return named_leaves(params) if self.model is None else params
+
+    def _nest(self, like: Any, named: Mapping[str, Any]) -> Any:
+        """Inverse of :meth:`by_name`."""
+        return rebuild(like, named) if self.model is None else named
+
     def sources(self, named: Mapping[str, Any], tracked: bool = True) -> dict[str, Tensor]:
         """The weights that move, each as its own point of the graph.
 
         The inner gradient is a *partial* derivative: other weights, or parameters of the loss, may
         have been computed from the same tensor.
         """
-        found = {}
+        found, shared = {}, self.shared
         for name in self.moving(named):
             param = named[name]
-            if tracked and param.requires_grad:
+            if not (tracked and param.requires_grad):
+                found[name] = as_leaf(param)
+            elif shared is None or id(param) in shared:
                 found[name] = param.view_as(param)
             else:
-                found[name] = as_leaf(param)
+                found[name] = param
         return found
 
     def as_trained(self, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +210,7 @@ class InnerStep(Step):
             model = self.model.bind(params, buffers_of("", buffers))
         before = self._buffers_in(model, loss)
         out = loss(model, batch, *extra)
-        after = self._buffers_in(model, loss)
+        after = self._buffers_in(model, loss) if before else before
         value = out[0] if isinstance(out, tuple) and out else out
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():
             value = arguments.check_loss(value)
@@ -266,10 +281,10 @@ class InnerStep(Step):
         pulls = {name: self.proximal * (named[name] - anchor[name]) for name in grads}
         return {name: pulls[name] if g is None else g + pulls[name] for name, g in grads.items()}
 
-    def transform(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+    def transform(self, grads: Mapping[str, Any]) -> Mapping[str, Any]:
         """The gradients as the rule gets them."""
         if self.grad_transform is None:
-            return dict(grads)
+            return grads
         present = {name: g for name, g in grads.items() if g is not None}
         found = self.grad_transform(present)
         alike = isinstance(found, Mapping) and found.keys() == present.keys()
@@ -284,17 +299,12 @@ class InnerStep(Step):
         if self.evaluates:
             params, opt, buffers = self._search(state, meta, grads, found, batch)
         else:
-            absent = dict.fromkeys(grads)
 
-            def one(params: Any, present: Any, opt: Any, buffers: Buffers) -> Any:
-                grads = {**absent, **present}
+            def one(params: Any, grads: Any, opt: Any, buffers: Buffers) -> Any:
                 return self._update_one(params, grads, opt, buffers, meta, state.time)
 
-            present = {name: g for name, g in grads.items() if g is not None}
             with full_precision(found.total.device):
-                params, opt, buffers = self.over(
-                    one, state.params, present, state.opt, state.buffers
-                )
+                params, opt, buffers = self.over(one, state.params, grads, state.opt, state.buffers)
         kept = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
         return State(params, kept, opt, state.time + 1)
 
@@ -311,7 +321,7 @@ class InnerStep(Step):
         if self.rule_model is not None:
             return self._update_learned(self.rule_model, params, grads, opt, buffers, meta)
         hyper = self.settings_at(meta, time)
-        return *self.rule.update(params, rebuild(params, grads), opt, hyper), {}
+        return *self.rule.update(params, self._nest(params, grads), opt, hyper), {}
 
     def settings_at(self, meta: Meta, time: int) -> Mapping[str, Any]:
         """The optimizer's settings for one step."""
@@ -404,10 +414,21 @@ class InnerStep(Step):
                 check_buffers({name: b for name, b in own.items() if name not in state.buffers})
 
     def guarded(self) -> InnerStep:
-        return dataclasses.replace(self, guard=second_order.Guard())
+        return self._with(guard=second_order.Guard())
 
     def observed(self, look: Look) -> InnerStep:
-        return dataclasses.replace(self, look=look)
+        return self._with(look=look)
+
+    def continued(self, start: Any) -> InnerStep:
+        if torch.compiler.is_compiling() or not isinstance(self.rule, Rule):
+            return self  # a learned optimizer may compute one weight from another
+        return self._with(shared=frozenset(map(id, _tree.tensors(start))))
+
+    def _with(self, **changes: Any) -> InnerStep:
+        """``dataclasses.replace`` without its checks: this runs at every call."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **changes)
+        return new
 
     def with_proximal(self, strength: float) -> InnerStep:
         return dataclasses.replace(self, proximal=strength)
@@ -457,7 +478,7 @@ class InnerStep(Step):
 def inner_step(
     loss: Loss,
     rule: Any,
-    model: nn.Module | None = None,
+    model: nn.Module | Template | None = None,
     *,
     first_order: bool = False,
     grad_transform: GradTransform | None = None,
@@ -486,7 +507,7 @@ def inner_step(
     return InnerStep(
         loss,
         rule,
-        None if model is None else functional(model).template(),
+        functional(model).template() if isinstance(model, nn.Module) else model,
         functional(loss).template() if isinstance(loss, nn.Module) else None,
         functional(rule).template() if isinstance(rule, nn.Module) else None,
         first_order,

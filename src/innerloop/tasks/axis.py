@@ -15,7 +15,7 @@ from innerloop.errors import InnerLoopError, four_part
 def count(train: Sequence[Any], val: Any = None) -> int:
     """The number of tasks: the size of the first axis of every tensor."""
     distinct = {id(batch): batch for batch in (*train, val)}
-    found = _tree.flatten(list(distinct.values()))[0]
+    found = _tree.leaves(list(distinct.values()))
     for leaf in found:
         if not isinstance(leaf, Tensor | int | float | complex | str | bytes | None):
             raise InnerLoopError(

@@ -27,21 +27,19 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
     Tensors have a leading task axis, in ``trees`` and in the result. All else belongs to every
     task. Random numbers differ between tasks.
     """
-    leaves, spec = _tree.flatten(trees)
+    leaves = _tree.leaves(trees)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    rest: list[Any] = []
-    shape: list[Any] = []
+    results: list[Any] = []
 
     def one(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = list(leaves)
         for i, tensor in zip(where, tensors, strict=True):
             given[i] = tensor
-        found, found_spec = _tree.flatten(function(*_tree.unflatten(given, spec)))
-        rest[:], shape[:] = found, [found_spec]
-        return tuple([t for t in found if isinstance(t, Tensor)])
+        results[:] = [function(*_tree.fill(trees, given))]
+        return tuple(_tree.tensors(results))
 
     batched = iter(_vmap(one, [_beside(leaves[i], leaves[where[0]].device) for i in where]))
-    return _tree.unflatten([next(batched) if isinstance(v, Tensor) else v for v in rest], shape[0])
+    return _tree.map(lambda v: next(batched) if isinstance(v, Tensor) else v, results[0])
 
 
 def _beside(leaf: Tensor, device: torch.device) -> Tensor:
