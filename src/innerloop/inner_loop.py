@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
+from innerloop.backward.strategy import cut
 from innerloop.call import Prepared, TaskRun
 from innerloop.compile import Compiler, opaque
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import InnerLoopError
+from innerloop.guard import refusals
 from innerloop.guard.arguments import (
     check_callable,
     check_parts,
@@ -246,14 +248,7 @@ class InnerLoop(nn.Module):
         count = axis.count(batches, val)
         carried = self._carried and [self._carried[t] for t in range(count) if t in self._carried]
         if carried and len(carried) != count:
-            raise InnerLoopError(
-                four_part(
-                    f"You called with {count} tasks after a call with {len(carried)}.",
-                    "the same tasks as in the last call.",
-                    f"with {self.backward} each task goes on where it was.",
-                    "inner.restart() before a call with other tasks.",
-                )
-            )
+            raise refusals.other_number_of_tasks(count, len(carried), self.backward)
         return TaskRun(run, batches, val, count, value, carried or None)
 
     @property
@@ -266,40 +261,15 @@ class InnerLoop(nn.Module):
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
         target = self.optimizer if optimizer is None else optimizer
         if not isinstance(target, torch.optim.Optimizer) or self._base is None:
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote the settings of an inner loop with {type(self.optimizer).__name__} "
-                    f"to {type(target).__name__}.",
-                    "two optimizers of torch.optim.",
-                    "settings have names in these; a learned optimizer has weights, which are "
-                    "meta-parameters already.",
-                    "inner.optimizer.as_torch_optimizer(params), if it is one of "
-                    "innerloop.learned, or inner.state_dict() to keep its weights.",
-                )
-            )
+            raise refusals.not_two_optimizers(self.optimizer, target)
         for name, learn in self.learned.items():
             if learn.steps is not None:
-                raise InnerLoopError(
-                    four_part(
-                        f"You learned {name!r} per step and write it to an optimizer.",
-                        "one value for all steps.",
-                        "torch.optim keeps one number per group.",
-                        "inner.hyper to read the values, and set those you want.",
-                    )
-                )
+                raise refusals.one_value_per_step(name)
         rule = from_torch(target)
         own = from_torch(cast(torch.optim.Optimizer, self.optimizer))
         if rule.family is not own.family or rule.sizes != own.sizes:
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote settings of {own.family.name} with groups of {own.sizes} "
-                    f"parameters to {rule.family.name} with groups of {rule.sizes}.",
-                    "an optimizer of the same class with the same groups.",
-                    "settings are matched by name and by group.",
-                    "inner.write_to(optimizer), with an optimizer built like that of the loop.",
-                )
-            )
-        opt = _tree.map(_detached, self.meta(rule).opt)
+            raise refusals.other_groups(own, rule)
+        opt = _tree.map(_tree.detach, self.meta(rule).opt)
         base = self._plain(rule, target, StepSettings(rule, self.learned)(opt, 0))
         if not isinstance(self.schedule, LRScheduler):
             write_settings(target, base)
@@ -311,16 +281,7 @@ class InnerLoop(nn.Module):
             write_settings(target, now)
             return
         if not follows(self.schedule, self._base, base):
-            raise InnerLoopError(
-                four_part(
-                    f"You write settings learned with a {type(self.schedule).__name__} to its "
-                    "optimizer.",
-                    "a scheduler that moves settings in proportion to where they started.",
-                    "this one would take them elsewhere than the inner loop did, as it holds "
-                    "numbers of its own.",
-                    "inner.hyper to read what was learned, and a new scheduler made with it.",
-                )
-            )
+            raise refusals.scheduler_with_own_numbers(self.schedule)
         rebase(self.schedule, self._base, base)
         write_settings(target, now)
         self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
@@ -354,7 +315,7 @@ class InnerLoop(nn.Module):
         self._check_reach(steps, alone)
         check_steps(self.learned, self._begun(alone) + steps)
         learned = self.learn_init
-        params = {n: p if learned else _detached(p) for n, p in template.params.items()}
+        params = {n: p if learned else _tree.detach(p) for n, p in template.params.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self._check_same(template, self.optimizer)
             warn_of_hooks({n: template.params[n] for n in self._names}, self.optimizer)
@@ -394,14 +355,7 @@ class InnerLoop(nn.Module):
         ]
         if wrong or len(held) != len(own):
             what = f"{wrong[0]!r} of the model" if wrong else "the optimizer's groups"
-            raise InnerLoopError(
-                four_part(
-                    f"You replaced {what} after the inner loop was made.",
-                    "the parameters that the optimizer was built over.",
-                    "the optimizer still holds the old ones, with their settings and state.",
-                    "a new optimizer and a new InnerLoop after changing the model.",
-                )
-            )
+            raise refusals.replaced_parameters(what)
 
     def meta(self, rule: Any = None) -> Meta:
         """φ as the steps see it: settings in their own units, the loss's weights by name."""
@@ -423,15 +377,7 @@ class InnerLoop(nn.Module):
             # A number has no gradient, and none is asked for.
             value = torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InnerLoopError(
-                four_part(
-                    f"Your validation loss returned {found}.",
-                    "a real tensor with one value, or a tuple that begins with one.",
-                    "the meta-gradient is that of a scalar.",
-                    "val_loss=lambda model, val: per_example(model, val).mean().",
-                )
-            )
+            raise refusals.not_a_val_loss(value)
         return value.reshape(())
 
     def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
@@ -439,63 +385,26 @@ class InnerLoop(nn.Module):
         if not torch.is_grad_enabled() or not self._asks():
             return value
         if not any(p.requires_grad for p in weights):
-            raise RequirementError(
-                four_part(
-                    f"No meta-parameter of {type(self).__name__} has an influence on the adapted "
-                    "weights.",
-                    "at least one that has (Requirement IIIa or IIIb).",
-                    "a .detach() in a transform, a schedule or a loss cuts the graph, or the loop "
-                    "takes no step.",
-                    "innerloop.diagnose(inner, train, val), which says where; or call under "
-                    "torch.no_grad() if no gradient is wanted.",
-                )
-            )
+            raise refusals.no_influence(type(self).__name__)
         if not reaches(value, weights) and not reaches(value, self.parameters()):
-            raise RequirementError(
-                four_part(
-                    "The validation loss does not depend on the adapted weights by differentiable "
-                    "operations.",
-                    "a differentiable L_val (Requirement I).",
-                    "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the "
-                    "graph, so no meta-gradient exists.",
-                    "a differentiable proxy such as cross-entropy as val_loss, "
-                    "innerloop.estimate.reinforce in it, or innerloop.estimate.evolution around "
-                    "the loop; or call under torch.no_grad() if no gradient is wanted.",
-                )
-            )
+            raise refusals.val_loss_without_graph()
         return value
 
     def _asks(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
     def _check_reach(self, steps: int, alone: bool) -> None:
-        k = self.backward.k if isinstance(self.backward, Truncated) else steps
         if not self.learn_init or not torch.is_grad_enabled():
             return
         if self._going_on(alone):
-            raise RequirementError(
-                four_part(
-                    f"You learn 'init' with {self.backward}, and the run is under way.",
-                    "other meta-parameters.",
-                    "this call starts from the carried state, so no gradient gets back to the "
-                    "initial weights.",
-                    "learn without 'init', inner.restart() before the call, or carry=False.",
-                )
-            )
-        if steps > k:
-            raise RequirementError(
-                four_part(
-                    f"You learn 'init' with {self.backward} and {steps} steps.",
-                    f"at most {k} steps, or other meta-parameters.",
-                    "the truncated gradient never gets back to the initial weights.",
-                    f"Truncated({steps}), another strategy, or learn without 'init'.",
-                )
-            )
+            raise refusals.run_under_way(self.backward)
+        if isinstance(self.backward, Truncated) and steps > self.backward.k:
+            raise refusals.truncated_before_start(self.backward, steps)
 
     def _keep(self, states: Callable[[], list[State]], first: int = 0) -> None:
         """Remember where each task is, if the next call is to go on from there."""
         if isinstance(self.backward, Truncated) and self.backward.carry:
-            plain = _tree.map(_without_graph, dict(enumerate(states(), first)))
+            plain = _tree.map(cut, dict(enumerate(states(), first)))
             self._carried = {**(self._carried or {}), **plain}
 
     # Modules. -----------------------------------------------------------------------------------
@@ -555,15 +464,6 @@ class InnerLoop(nn.Module):
         learned = [*(["init"] if self.learn_init else []), *self.learned]
         kind = type(self.optimizer).__name__
         return f"optimizer={kind}, learn={tuple(learned)}, backward={self.backward}"
-
-
-def _without_graph(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _detached(value: Any) -> Any:
-    """The same without a graph; what has none stays itself, a frozen Parameter one."""
-    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _usable(data: Any) -> Any:

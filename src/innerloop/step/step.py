@@ -311,7 +311,7 @@ class InnerStep(Step):
     def _update_one(
         self,
         params: Any,
-        grads: dict[str, Any],
+        grads: Mapping[str, Any],
         opt: Any,
         buffers: Buffers,
         meta: Meta,

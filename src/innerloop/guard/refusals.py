@@ -1,0 +1,149 @@
+"""The errors of an inner loop's calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from innerloop.errors import InnerLoopError, RequirementError, four_part
+
+
+def other_number_of_tasks(count: int, before: int, backward: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You called with {count} tasks after a call with {before}.",
+            "the same tasks as in the last call.",
+            f"with {backward} each task goes on where it was.",
+            "inner.restart() before a call with other tasks.",
+        )
+    )
+
+
+def run_under_way(backward: Any) -> RequirementError:
+    return RequirementError(
+        four_part(
+            f"You learn 'init' with {backward}, and the run is under way.",
+            "other meta-parameters.",
+            "this call starts from the carried state, so no gradient gets back to the "
+            "initial weights.",
+            "learn without 'init', inner.restart() before the call, or carry=False.",
+        )
+    )
+
+
+def truncated_before_start(backward: Any, steps: int) -> RequirementError:
+    return RequirementError(
+        four_part(
+            f"You learn 'init' with {backward} and {steps} steps.",
+            f"at most {backward.k} steps, or other meta-parameters.",
+            "the truncated gradient never gets back to the initial weights.",
+            f"Truncated({steps}), another strategy, or learn without 'init'.",
+        )
+    )
+
+
+def replaced_parameters(what: str) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You replaced {what} after the inner loop was made.",
+            "the parameters that the optimizer was built over.",
+            "the optimizer still holds the old ones, with their settings and state.",
+            "a new optimizer and a new InnerLoop after changing the model.",
+        )
+    )
+
+
+# The validation loss. ---------------------------------------------------------------------------
+
+
+def not_a_val_loss(value: Any) -> InnerLoopError:
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    return InnerLoopError(
+        four_part(
+            f"Your validation loss returned {found}.",
+            "a real tensor with one value, or a tuple that begins with one.",
+            "the meta-gradient is that of a scalar.",
+            "val_loss=lambda model, val: per_example(model, val).mean().",
+        )
+    )
+
+
+def no_influence(kind: str) -> RequirementError:
+    return RequirementError(
+        four_part(
+            f"No meta-parameter of {kind} has an influence on the adapted weights.",
+            "at least one that has (Requirement IIIa or IIIb).",
+            "a .detach() in a transform, a schedule or a loss cuts the graph, or the loop "
+            "takes no step.",
+            "innerloop.diagnose(inner, train, val), which says where; or call under "
+            "torch.no_grad() if no gradient is wanted.",
+        )
+    )
+
+
+def val_loss_without_graph() -> RequirementError:
+    return RequirementError(
+        four_part(
+            "The validation loss does not depend on the adapted weights by differentiable "
+            "operations.",
+            "a differentiable L_val (Requirement I).",
+            "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the "
+            "graph, so no meta-gradient exists.",
+            "a differentiable proxy such as cross-entropy as val_loss, "
+            "innerloop.estimate.reinforce in it, or innerloop.estimate.evolution around "
+            "the loop; or call under torch.no_grad() if no gradient is wanted.",
+        )
+    )
+
+
+# Learned settings written to an optimizer. ------------------------------------------------------
+
+
+def not_two_optimizers(own: Any, target: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You wrote the settings of an inner loop with {type(own).__name__} "
+            f"to {type(target).__name__}.",
+            "two optimizers of torch.optim.",
+            "settings have names in these; a learned optimizer has weights, which are "
+            "meta-parameters already.",
+            "inner.optimizer.as_torch_optimizer(params), if it is one of "
+            "innerloop.learned, or inner.state_dict() to keep its weights.",
+        )
+    )
+
+
+def one_value_per_step(name: str) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You learned {name!r} per step and write it to an optimizer.",
+            "one value for all steps.",
+            "torch.optim keeps one number per group.",
+            "inner.hyper to read the values, and set those you want.",
+        )
+    )
+
+
+def other_groups(own: Any, other: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You wrote settings of {own.family.name} with groups of {own.sizes} "
+            f"parameters to {other.family.name} with groups of {other.sizes}.",
+            "an optimizer of the same class with the same groups.",
+            "settings are matched by name and by group.",
+            "inner.write_to(optimizer), with an optimizer built like that of the loop.",
+        )
+    )
+
+
+def scheduler_with_own_numbers(schedule: Any) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You write settings learned with a {type(schedule).__name__} to its optimizer.",
+            "a scheduler that moves settings in proportion to where they started.",
+            "this one would take them elsewhere than the inner loop did, as it holds "
+            "numbers of its own.",
+            "inner.hyper to read what was learned, and a new scheduler made with it.",
+        )
+    )
