@@ -1,7 +1,10 @@
 """The table of strategies, and how close two results of the same computation must be."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -38,13 +41,31 @@ def assert_same(
         assert apart(a, e) <= tolerance, (number, a, e)
 
 
-def assert_right_or_refused(
-    found: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor], name: str
-) -> None:
-    """Never silently wrong: the expected tensors, or an error that says the name."""
-    try:
-        actual = found()
-    except il.RequirementError as error:
-        assert name in str(error), error
-        return
-    assert_same(actual, expected)
+Tensors = Iterable[Tensor]
+
+
+def as_tape(test: Callable[..., Tensors]) -> Callable[..., None]:
+    """A test that returns tensors, under each of `EXACT`: the tape returns the same."""
+    return _compared(test, refused=None)
+
+
+def as_tape_or_refused(name: str) -> Callable[..., Callable[..., None]]:
+    """The same for what Forward cannot follow: there, an error says `name`."""
+    return functools.partial(_compared, refused=name)
+
+
+def _compared(test: Callable[..., Tensors], refused: str | None) -> Callable[..., None]:
+    @pytest.mark.parametrize("backward", EXACT, ids=repr)
+    @functools.wraps(test)
+    def compared(backward: Any, **given: Any) -> None:
+        def outcome(strategy: Any) -> list[Tensor]:
+            torch.manual_seed(0)
+            return list(test(backward=strategy, **given))
+
+        if refused is not None and isinstance(backward, il.Forward):
+            with pytest.raises(il.RequirementError, match=refused):
+                outcome(backward)
+        else:
+            assert_same(outcome(backward), outcome(il.Tape()))
+
+    return compared
