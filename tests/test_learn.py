@@ -1,7 +1,7 @@
 """What is learned, for what each setting has a value, and in what range.
 
-For every granularity, transform and setting: the loop starts as plain torch does, its gradient is
-that of rules written out by hand with a value for every element, and that of differences.
+For every granularity, transform and setting: the loop starts as plain torch does, and its gradient
+is that of rules written out by hand with a value for every element.
 """
 
 import math
@@ -138,20 +138,15 @@ def perturb(parameters):
             p.mul_(1 - 0.1 * torch.rand_like(p))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), [("SGD", "lr"), ("Adam", "betas")])
-def test_every_granularity_and_range(family, name, per, transform):
-    assert_as_by_hand(family, name, per, transform)
+BY_HAND = [
+    *((*row, per, "log") for row in SETTINGS for per in PER),
+    *(("SGD", "lr", per, how) for per in PER for how in TRANSFORMS if how != "log"),
+    *(("Adam", "betas", ("element", "step"), how) for how in TRANSFORMS if how != "log"),
+]
 
 
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), SETTINGS)
-def test_every_setting_and_granularity(family, name, per):
-    assert_as_by_hand(family, name, per, "log")
-
-
-def assert_as_by_hand(family, name, per, transform):
+@pytest.mark.parametrize(("family", "name", "per", "transform"), BY_HAND, ids=shown)
+def test_every_setting_granularity_and_range(family, name, per, transform):
     model = Lengths()
     *train, val = batches(STEPS + 1)
     optimizer = grouped(model, family)
@@ -174,19 +169,6 @@ def assert_as_by_hand(family, name, per, transform):
     assert_close(
         torch.autograd.grad(found, parameters), torch.autograd.grad(value, parameters), 1e-10
     )
-
-
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), SETTINGS)
-def test_every_setting_and_granularity_by_differences(family, name, per):
-    model = Lengths()
-    *train, val = batches(STEPS + 1)
-    inner = il.InnerLoop(
-        model, grouped(model, family), squares, learn={name: as_learn(per, "logit")}
-    )
-    parameters = list(inner.parameters())
-    perturb(parameters)
-    assert_derivative(lambda: inner(train, val), parameters, eps=1e-3, relative=True)
 
 
 def test_everything_at_once_each_in_its_own_way():
@@ -213,7 +195,7 @@ def test_everything_at_once_each_in_its_own_way():
     assert_close(grads, torch.autograd.grad(value, parameters), 1e-10)
 
 
-@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1), il.Forward()], ids=repr)
+@pytest.mark.parametrize("backward", [il.Remat(), il.Forward()], ids=repr)
 def test_everything_at_once_under_other_strategies(backward):
     model = Lengths()
     *train, val = batches(STEPS + 1)
@@ -287,7 +269,7 @@ def test_a_coarser_gradient_is_the_sum_of_the_finer_ones():
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_group_as_large_as_its_parameters_are_long(count):
     """One value per parameter, `[count]`, is not taken for one per element of `[count]`."""
 
