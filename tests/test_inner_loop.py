@@ -120,13 +120,6 @@ def test_val_is_handed_over_as_it_is():
         assert seen[-1] is val
 
 
-def test_a_loss_with_auxiliary_outputs_is_its_first_value():
-    inner, train, val = built(loss=lambda m, b: (squares(m, b), {"more": 1}))
-    plainly, *_ = built(inner.model)
-    assert_close([inner(train, val)], [plainly(train, val)])
-    assert_derivative(lambda: inner(train, val), inner.parameters())
-
-
 class Lazy(Sequence):
     """Batches that are made when they are asked for."""
 
@@ -560,15 +553,6 @@ def test_dropout_of_a_learned_loss_follows_its_mode():
     assert value(0) == value(1)
 
 
-def test_a_learned_loss_is_also_how_it_is_measured_by_default():
-    inner, train, val = built(loss=LossNet(0.0), learn=())
-    with torch.no_grad():
-        adapted = inner.adapt(train)
-        expected, _ = inner.loss(adapted.module, val)
-        assert_close([inner(train, val)], [expected])
-    assert_derivative(lambda: inner(train, val), inner.parameters())
-
-
 class Annealed(nn.Module):
     """A loss that counts its calls in a buffer, as schedules of a temperature do."""
 
@@ -696,15 +680,6 @@ def test_a_learned_optimizer(backward):
     assert names == [*(f"model.{n}" for n, _ in model.named_parameters()), *own]
     *train, val = batches(STEPS + 1)
     assert_derivative(lambda: inner(train, val), inner.parameters())
-
-
-def test_attributes_of_a_learned_optimizer_are_its_own():
-    *train, val = batches(STEPS + 1)
-    model = Net()
-    plain = il.InnerLoop(model, LearnedRule(), squares)
-    named = copy.deepcopy(plain)
-    named.optimizer.names = ("something",)
-    assert named(train, val) == plain(train, val)
 
 
 def test_a_learned_optimizer_by_hand():
@@ -853,13 +828,6 @@ def test_the_state_goes_into_a_fresh_loop(case):
     assert list(torch.load(buffer)) == list(state)
 
 
-def test_a_state_of_another_kind_is_refused_by_torch():
-    one, *_ = built(learn=("init", "lr"))
-    other, *_ = built(learn=("init", "momentum"))
-    with pytest.raises(RuntimeError, match=r"settings\.momentum"):
-        other.load_state_dict(one.state_dict())
-
-
 def through_a_file(inner):
     buffer = io.BytesIO()
     torch.save(inner, buffer)
@@ -914,16 +882,6 @@ def test_names_do_not_change():
     assert [id(p) for p in inner.parameters()] == identity
 
 
-def test_gradients_add_up_like_any_others():
-    inner, train, val = built()
-    expected = [2 * g for g in gradients(inner(train, val), inner)]
-    inner(train, val).backward()
-    inner(train, val).backward()
-    assert_close([p.grad for p in inner.parameters()], expected)
-    inner.zero_grad()
-    assert all(p.grad is None for p in inner.parameters())
-
-
 def test_meta_parameters_that_require_no_gradient():
     inner, train, val = built(learn=("lr", "momentum"))
     expected = inner(train, val)
@@ -936,14 +894,6 @@ def test_meta_parameters_that_require_no_gradient():
     assert not value.requires_grad
     assert_close([value], [expected])
     assert all(p.requires_grad for p in inner.model.parameters())
-
-
-def test_a_model_frozen_as_a_whole_is_refused():
-    """`requires_grad_(False)` on the loop freezes the model, which then cannot be trained."""
-    inner, train, val = built(learn="init")
-    inner.requires_grad_(False)
-    with refuses(kind=il.RequirementError):
-        inner(train, val)
 
 
 @pytest.mark.parametrize("learn", ["init", "lr"])
@@ -983,15 +933,6 @@ def test_to_another_dtype_and_back(warm, make, learn):
     assert {p.dtype for p in inner.adapt(single(train)).params.values()} == {torch.float32}
     inner.to(torch.float64)
     assert_close([inner(train, val)], [value], 1e-5)
-
-
-def test_training_goes_on_in_the_new_dtype():
-    inner, train, val = built()
-    inner(train, val)
-    inner.float()
-    plain(inner.model, inner.optimizer, squares, single(batches(2)))
-    model, _ = trained_plainly(inner, single(train))
-    assert_close([inner(single(train), single([val])[0])], [squares(model, single([val])[0])], 1e-6)
 
 
 class Mixed(nn.Module):
@@ -1162,14 +1103,6 @@ def test_inside_another_module_and_averaged():
         for p in inner.parameters():
             p.mul_(2.0)
     assert_close([average(train, val)], [torch.tensor(value)], 1e-13)
-
-
-def test_hooks_on_the_loop_itself():
-    inner, train, val = built()
-    seen = []
-    inner.register_forward_hook(lambda module, args, value: seen.append(value) or 2 * value)
-    value = inner(train, val)
-    assert_close([value], [2 * seen[0]])
 
 
 # One loop inside another. -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import innerloop as il
 
-STRATEGIES = [il.Tape(), il.Remat(), il.Binomial(1), il.Forward()]
+STRATEGIES = [il.Tape(), il.Remat(), il.Forward()]
 
 
 def squares(model, batch):
@@ -239,7 +239,7 @@ class Distilled(Lazy):
 
 
 @pytest.mark.parametrize(
-    "backward", [il.Remat(), il.Remat(2), il.Binomial(2), il.Truncated(9, il.Remat())], ids=repr
+    "backward", [il.Remat(2), il.Binomial(2), il.Truncated(9, il.Remat())], ids=repr
 )
 def test_learned_data_made_when_asked_for_gets_its_gradient(backward):
     model = nn.Linear(3, 1)
@@ -342,7 +342,7 @@ def with_a_learned_buffer(where, scale, backward):
     return il.InnerLoop(model, optimizer, loss, backward=backward, val_loss=squares)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
 @pytest.mark.parametrize("where", ["scale", "loss:scale", "optimizer:scale"])
 @pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
@@ -435,7 +435,7 @@ class Momentum(nn.Module):
         return {name: p - self.rate * kept[name] for name, p in params.items()}, self.kind(kept)
 
 
-OTHERS = [*STRATEGIES[1:], il.Remat(every=2), il.Truncated(2, il.Remat()), il.Auto("1GB")]
+OTHERS = [il.Remat(every=2), il.Forward(), il.Truncated(2, il.Remat()), il.Auto("1GB")]
 
 
 def by_momentum(kind, backward):
@@ -475,7 +475,7 @@ HIDING = [Held, Slotted, wrapped_in_a_set, lambda t: Slotted([{"deep": (Held(t),
 
 
 @pytest.mark.parametrize("hide", HIDING, ids=["dataclass", "slots", "set", "deep"])
-@pytest.mark.parametrize("backward", [*OTHERS[:3], il.Implicit(proximal=1.0)], ids=repr)
+@pytest.mark.parametrize("backward", [*OTHERS[:2], il.Implicit(proximal=1.0)], ids=repr)
 def test_an_output_in_an_object_is_refused(backward, hide):
     model = nn.Linear(3, 1)
 
