@@ -409,10 +409,6 @@ def at_a_detached_input(model: nn.Module, batch: Any) -> Tensor:
     return slope_at(model, batch[0].detach().requires_grad_(), batch[1])
 
 
-def at_a_copied_input(model: nn.Module, batch: Any) -> Tensor:
-    return slope_at(model, batch[0].clone().requires_grad_(True), batch[1])
-
-
 def at_the_batch_itself(model: nn.Module, batch: Any) -> Tensor:
     return slope_at(model, batch[0].requires_grad_(), batch[1])
 
@@ -450,7 +446,6 @@ OWN: dict[str, Callable[[], Loss]] = {
     loss.__name__: lambda loss=loss: loss
     for loss in (
         at_a_detached_input,
-        at_a_copied_input,
         at_the_batch_itself,
         at_a_new_tensor,
         by_a_jacobian,

@@ -191,26 +191,6 @@ def test_a_proximal_term_gives_the_initial_weights_a_gradient() -> None:
     assert_same([torch.cat([g.reshape(-1) for g in weights]), penalty], [by_start, by_penalty])
 
 
-def test_the_proximal_gradient_is_that_of_training() -> None:
-    """The same by the tape, with the pull to the initial weights written into the loss."""
-    given = Regression()
-    pulled = Regression()
-    pulled.__dict__.update(given.__dict__)
-    inner = given.inner(implicit("cg", proximal=2.0), learn=("init",))
-    value = inner([given.batch] * STEPS, given.val)
-    start = list(given.model.parameters())
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        far = [(p - q).square().sum() for p, q in zip(model.parameters(), start, strict=True)]
-        return given.loss(model, batch) + sum(far)
-
-    pulled.loss = loss
-    taped = pulled.inner(il.Tape(), learn=("init",))([given.batch] * STEPS, given.val)
-    leaves = [*start, given.loss.log_penalty]
-    assert_same([value], [taped])
-    assert_same(torch.autograd.grad(value, leaves), torch.autograd.grad(taped, leaves))
-
-
 # Schedules and transforms. ----------------------------------------------------------------------
 
 
@@ -416,13 +396,6 @@ def test_conjugate_gradients_need_a_step_of_the_library() -> None:
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(il.InnerLoopError, match="Implicit"):
         il.Implicit(**options)
-
-
-def test_a_graph_of_the_gradient_needs_the_tape() -> None:
-    given = Quadratic()
-    state = converged(given.loss, given.start, given.meta, [1.0] * STEPS, il.Implicit())
-    with pytest.raises(il.RequirementError, match="Tape"):
-        torch.autograd.grad(given.measured(state.params["w"]), given.phi, create_graph=True)
 
 
 # Never silently wrong. --------------------------------------------------------------------------

@@ -212,17 +212,7 @@ def test_everything_at_once_under_other_strategies(backward):
     assert_close(grads[1], grads[0], 1e-10)
 
 
-# The same derivative, seen at several granularities. ---------------------------------------------
-
-
-def learned_gradient(model, groups, per, train, val, name="lr", family="SGD"):
-    optimizer = FAMILIES[family][0](
-        [{"params": [model.get_parameter(n) for n in group]} for group in groups],
-        **FAMILIES[family][2],
-    )
-    inner = il.InnerLoop(model, optimizer, squares, learn={name: as_learn(per)})
-    grads = torch.autograd.grad(inner(train, val), list(inner.parameters()))
-    return list(grads) if len(grads) > 1 else grads[0]
+# Granularities that could be taken for each other. -----------------------------------------------
 
 
 def test_rates_of_parameters_keep_no_more_than_one_rate():
@@ -249,24 +239,6 @@ def test_rates_of_parameters_keep_no_more_than_one_rate():
         kept[per] = sum(storage.nbytes() for storage in storages.values())
         del loss
     assert kept["parameter"] < 1.05 * kept["group"]
-
-
-def test_a_coarser_gradient_is_the_sum_of_the_finer_ones():
-    model = Lengths()
-    *train, val = batches(STEPS + 1)
-    of = {per: learned_gradient(model, GROUPS, per, train, val) for per in PER}
-    one_group = [sum(GROUPS, ())]
-    alone = learned_gradient(model, one_group, "group", train, val)
-    assert_close([of["group"].sum(0, keepdim=True)], [alone], 1e-11)
-    assert_close([torch.stack([p.sum() for p in of["parameter"].split([3, 1, 2])])], [of["group"]])
-    assert_close([torch.stack([e.sum() for e in of["element"]])], [of["parameter"]], 1e-11)
-    assert_close([of["step"].sum(0)], [of["group"]], 1e-11)
-    assert_close([of["group", "step"]], [of["step"]])
-    assert_close([of["parameter", "step"].sum(0)], [of["parameter"]], 1e-11)
-    assert_close([e.sum(0) for e in of["element", "step"]], of["element"], 1e-11)
-    assert [e.shape for e in of["element", "step"]] == [
-        (STEPS, *model.get_parameter(name).shape) for name in one_group[0]
-    ]
 
 
 @pytest.mark.parametrize("count", [1, 3])
