@@ -386,5 +386,5 @@ def test_a_forgotten_threshold_is_refused():
 )
 def test_what_a_transform_may_not_return(transform):
     inner, train, val = built(transform)
-    with refuses(model=inner.model, optimizer=inner.optimizer):
+    with refuses("gradient", model=inner.model, optimizer=inner.optimizer):
         inner(train, val)

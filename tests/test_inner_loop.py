@@ -187,7 +187,7 @@ def test_zero_steps_without_initial_weights_to_learn():
     inner, _, val = built(learn=("lr",))
     with torch.no_grad():
         assert_close([inner([], val)], [squares(inner.model, val)])
-    with refuses(kind=il.RequirementError):
+    with refuses("No meta-parameter", kind=il.RequirementError):
         inner([], val)
 
 
@@ -459,7 +459,7 @@ def test_what_settings_cannot_be_written_to(case):
     inner = il.InnerLoop(model, grouped(model, optim.SGD), squares, learn=("momentum", "lr"))
     target = WRONG_TARGETS[case](model)
     known = isinstance(target, optim.Optimizer)
-    with refuses(optimizer=target if known else None):
+    with refuses("settings", optimizer=target if known else None):
         inner.write_to(target)
 
 

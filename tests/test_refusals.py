@@ -292,7 +292,7 @@ def test_what_is_no_rule_or_no_meta_is_explained():
 
 def test_an_error_in_the_loss_shows_what_it_was_called_with():
     inner = loop()
-    with pytest.raises(ValueError) as info:
+    with pytest.raises(ValueError, match="values to unpack") as info:
         inner(data(), data())  # not [data()] * 5
     notes = getattr(info.value, "__notes__", None)
     assert notes is None or "Tensor[12, 3]" in notes[0]

@@ -342,5 +342,5 @@ def test_calling_with_another_number_of_tasks_is_refused():
     inner, train, val = built()
     adapted = inner.adapt(train, tasks=True)
     for x in (val[0][:2], torch.cat([val[0], val[0]])):
-        with refuses():
+        with refuses("3 tasks"):
             adapted(x)

@@ -226,7 +226,7 @@ def test_the_number_of_threads_of_torch_is_restored(before):
             raise KeyError("no")
 
         inner.loss = wrong
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="no"):
             inner(train, val, tasks=two())
         assert torch.get_num_threads() == before
     finally:

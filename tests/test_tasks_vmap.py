@@ -225,7 +225,7 @@ def test_an_error_of_the_users_is_not_hidden():
         return squares(model, batch) + batch[2]
 
     inner, train, val = built(loss=loss)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="out of range"):
         inner(train, val, tasks=il.tasks.vmap())
     inner, train, val = built(lambda: nn.Linear(7, 1))
     with pytest.raises(RuntimeError, match="shapes"):
