@@ -1501,24 +1501,3 @@ def test_a_checkpoint_after_settings_were_written_beside_a_scheduler():
     # One from before they were written, too.
     again[3].load_state_dict(made()[3].state_dict())
     assert "_base" not in again[3].state_dict()
-
-
-def test_lbfgs_evaluates_as_often_as_torchs():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    twin = copy.deepcopy(model)
-    *train, _ = batches(4)
-    made = [optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, twin)]
-    adapted = il.InnerLoop(model, made[0], squares).adapt(train)
-
-    for batch in train:
-
-        def closure(batch=batch):
-            made[1].zero_grad()
-            value = squares(twin, batch)
-            value.backward()
-            return value
-
-        made[1].step(closure)
-    for name, expected in twin.state_dict().items():
-        found = adapted.module.state_dict()[name]
-        assert_close([found.double()], [expected.double()])

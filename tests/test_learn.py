@@ -288,7 +288,7 @@ def test_a_setting_that_starts_at_zero(name, per):
 # Which weights. ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["SGD", "Adam"])
 def test_frozen_weights_in_the_optimizer(family):
     """They stay where they are, and a setting of theirs has no influence."""
     model = Lengths()
