@@ -199,13 +199,12 @@ def test_any_weights_of_the_losses():
         assert_same(found, gradients(measure(expected), inner, retain_graph=True))
 
 
-@each_unit
-def test_meta_training(unit):
+def test_meta_training():
     """The same weights after some meta-steps as without compilation."""
     found = []
     for compiled in (True, False):
         torch.manual_seed(0)
-        inner, train, val = built(unit, tasks=(TASKS,))
+        inner, train, val = built(tasks=(TASKS,))
         if not compiled:
             inner._compiler = None
         meta = optim.Adam(inner.parameters(), lr=0.05)

@@ -101,7 +101,6 @@ def table() -> list[Any]:
 QUICK = [
     ("quadratic-SGD-everything", WHOLE),
     ("quadratic-Adam-everything", STEP),
-    ("norm-Adam-everything", WHOLE),
     ("learned_loss-Adam-everything", STEP),
     ("frozen-Adam-everything", STEP),
 ]
