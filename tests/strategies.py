@@ -42,15 +42,19 @@ def assert_same(
 
 
 Tensors = Iterable[Tensor]
+"""The outcome of a test: compared with the outcome of the same test under the tape."""
 
 
 def as_tape(test: Callable[..., Tensors]) -> Callable[..., None]:
-    """A test that returns tensors, under each of `EXACT`: the tape returns the same."""
+    """Decorator: runs a test under each of `EXACT` and under the tape, from the same seed.
+
+    The test returns tensors, which must be the same.
+    """
     return _compared(test, refused=None)
 
 
 def as_tape_or_refused(name: str) -> Callable[..., Callable[..., None]]:
-    """The same for what Forward cannot follow: there, an error says `name`."""
+    """Decorator: the same for a tensor that Forward cannot follow and refuses by `name`."""
     return functools.partial(_compared, refused=name)
 
 
