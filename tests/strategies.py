@@ -1,25 +1,23 @@
 """The table of strategies, and how close two results of the same computation must be."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import innerloop as il
 
-EXACT = [
-    il.Remat(),
-    il.Remat(every=2),
-    il.Binomial(1),
-    il.Binomial(2),
-    il.Forward(),
-    il.Truncated(1000, within=il.Remat()),
-    il.Auto("1GB"),
-]
-"""Those that give the tape's gradient, in a setting of each where they differ."""
+EXACT = [il.Remat(every=2), il.Binomial(1), il.Forward()]
+"""Those that give the tape's gradient: segments of several steps, reloaded states, tangents.
 
-REVERSE = [il.Tape(), *(s for s in EXACT if not isinstance(s, il.Forward))]
+The orders of visits are proved in `test_schedules.py`, and `test_strategies.py` runs further ones.
+"""
+
 ALL = [il.Tape(), *EXACT]
+REVERSE = ALL[:-1]
 
 SAME = 1e-10
 """Relative distance between two orders of the same operations, in float64."""
@@ -43,13 +41,35 @@ def assert_same(
         assert apart(a, e) <= tolerance, (number, a, e)
 
 
-def assert_right_or_refused(
-    found: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor], name: str
-) -> None:
-    """Never silently wrong: the expected tensors, or an error that says the name."""
-    try:
-        actual = found()
-    except il.RequirementError as error:
-        assert name in str(error), error
-        return
-    assert_same(actual, expected)
+Tensors = Iterable[Tensor]
+"""The outcome of a test: compared with the outcome of the same test under the tape."""
+
+
+def as_tape(test: Callable[..., Tensors]) -> Callable[..., None]:
+    """Decorator: runs a test under each of `EXACT` and under the tape, from the same seed.
+
+    The test returns tensors, which must be the same.
+    """
+    return _compared(test, refused=None)
+
+
+def as_tape_or_refused(name: str) -> Callable[..., Callable[..., None]]:
+    """Decorator: the same for a tensor that Forward cannot follow and refuses by `name`."""
+    return functools.partial(_compared, refused=name)
+
+
+def _compared(test: Callable[..., Tensors], refused: str | None) -> Callable[..., None]:
+    @pytest.mark.parametrize("backward", EXACT, ids=repr)
+    @functools.wraps(test)
+    def compared(backward: Any, **given: Any) -> None:
+        def outcome(strategy: Any) -> list[Tensor]:
+            torch.manual_seed(0)
+            return list(test(backward=strategy, **given))
+
+        if refused is not None and isinstance(backward, il.Forward):
+            with pytest.raises(il.RequirementError, match=refused):
+                outcome(backward)
+        else:
+            assert_same(outcome(backward), outcome(il.Tape()))
+
+    return compared

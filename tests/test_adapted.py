@@ -174,7 +174,7 @@ class Watching:
 
 @pytest.mark.parametrize(
     "backward",
-    [il.Tape(), il.Remat(), il.Binomial(1), il.Truncated(2), il.Forward(), il.Implicit()],
+    [il.Tape(), il.Remat(), il.Truncated(2), il.Forward(), il.Implicit()],
     ids=repr,
 )
 @pytest.mark.parametrize("make", [None, lambda p: optim.Adam(p, lr=0.1)])
@@ -200,39 +200,19 @@ def test_with_gradients_the_tape_keeps_activations():
     assert all(t.requires_grad for t in adapted.params.values())
 
 
-def test_without_gradients_the_values_are_the_same():
-    inner, train, _ = built()
-    with torch.no_grad():
-        without = inner.adapt(train)
-    assert_close(without.params.values(), inner.adapt(train).params.values(), 1e-15)
-
-
-def test_the_measured_loss_without_gradients():
-    inner, train, val = built(learn=("init", "lr"))
-    with torch.no_grad():
-        value = inner(train, val)
-    assert not value.requires_grad
-    assert_close([value], [inner(train, val)], 1e-15)
-
-
-def test_adapting_in_inference_mode():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_same_values_without_gradients(mode):
     """As people write it at test time."""
-    inner, train, _ = built()
-    expected = inner.adapt(train)
-    with torch.inference_mode():
-        adapted = inner.adapt(train)
-        assert_close(adapted.params.values(), expected.params.values(), 1e-15)
-
-
-def test_measuring_in_inference_mode():
-    inner, train, val = built()
-    expected = inner(train, val)
-    with torch.inference_mode():
-        value = inner(train, val)
-        assert_close([value], [expected], 1e-15)
+    inner, train, val = built(learn=("init", "lr"))
+    value, adapted = inner(train, val), inner.adapt(train)
+    with mode():
+        found = inner(train, val)
+        assert not found.requires_grad
+        assert_close([found], [value], 1e-15)
+        assert_close(inner.adapt(train).params.values(), adapted.params.values(), 1e-15)
         data = batches(3)
         assert inner(data[:2], data[2]).isfinite()
-    with torch.inference_mode(), refuses("one batch for each step"):
+    with mode(), refuses("one batch for each step"):
         inner.adapt(3)
 
 
@@ -293,7 +273,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("warm", "steps"), [(0, 0), (0, 1), (2, 0), (2, 3)])
+@pytest.mark.parametrize(("warm", "steps"), [(0, 0), (0, 1), (2, 3)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_going_on_with_torch_is_one_longer_run(name, warm, steps):
     make, settings = OPTIMIZERS[name]
@@ -321,8 +301,9 @@ def test_going_on_with_torch_is_one_longer_run(name, warm, steps):
 
 
 def test_lbfgs_goes_on_too():
+    """Norms see every evaluation of it, as many as torch makes."""
     data = batches(4)
-    model = Net()
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     whole = copy.deepcopy(model)
     optimizer, whole_optimizer = (
         optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, whole)
@@ -343,7 +324,7 @@ def test_lbfgs_goes_on_too():
     inner = il.InnerLoop(model, optimizer, squares)
     inner.adapt(data[:2]).write_to(model, optimizer)
     run(model, optimizer, data[2:])
-    assert_close(model.parameters(), whole.parameters(), 1e-10)
+    assert_close(model.state_dict().values(), whole.state_dict().values(), 1e-10)
 
 
 def test_writing_to_copies_of_model_and_optimizer():
@@ -412,64 +393,50 @@ class Wider(Net):
         self.head = nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Wider, lambda: nn.Linear(2, 1), lambda: nn.Sequential(Net()), normed],
-    ids=["wider", "another", "one level deeper", "with a norm"],
-)
-def test_another_model_is_refused(make):
-    inner, train, _ = built()
-    model = make()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    with refuses("same parameters", model=model, optimizer=optimizer):
-        inner.adapt(train).write_to(model, optimizer)
-
-
-def test_a_model_with_other_buffers_is_refused():
-    inner, train, _ = built(normed())
+def with_other_buffers():
     model = normed()
     model[1] = nn.BatchNorm1d(3, track_running_stats=False)
-    with refuses(model=model):
-        inner.adapt(train).write_to(model)
+    return model
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "model", Net], ids=str)
-def test_what_is_no_model_is_refused(wrong):
-    inner, train, _ = built()
-    adapted = inner.adapt(train)
-    with refuses():
-        adapted.write_to(wrong)
-
-
-def test_an_optimizer_of_another_kind_is_refused():
-    """Its next step would not find what it keeps."""
-    inner, train, _ = built()
-    model = copy.deepcopy(inner.model)
-    optimizer = optim.Adam(model.parameters(), lr=0.1)
-    with refuses("Adam", model=model, optimizer=optimizer):
+@pytest.mark.parametrize(
+    ("trained", "make"),
+    [
+        *((Net, make) for make in (Wider, lambda: nn.Linear(2, 1), lambda: nn.Sequential(Net()))),
+        *((Net, make) for make in (normed, lambda: None, lambda: "model", lambda: Net)),
+        (normed, with_other_buffers),
+    ],
+)
+def test_what_is_not_the_model_is_refused(trained, make):
+    inner, train, _ = built(trained())
+    model = make()
+    known = model if isinstance(model, nn.Module) else None
+    optimizer = optim.SGD(model.parameters(), lr=0.1) if known is not None else None
+    with refuses(*["same parameters"] * (known is not None), model=known, optimizer=optimizer):
         inner.adapt(train).write_to(model, optimizer)
 
 
-def test_an_optimizer_of_another_model_is_refused():
+WRONG_OPTIMIZERS = {
+    # Its next step would not find what it keeps.
+    "another kind": (lambda model, own: optim.Adam(model.parameters(), lr=0.1), "Adam"),
+    "another model's": (lambda model, own: own, ""),
+    "fewer weights": (
+        lambda model, own: optim.SGD(model.head.parameters(), lr=0.1, momentum=0.8),
+        "",
+    ),
+    "a number": (lambda model, own: 3, "int"),
+    "a class": (lambda model, own: optim.SGD, "SGD"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
+def test_what_is_not_its_optimizer_is_refused(case):
+    make, name = WRONG_OPTIMIZERS[case]
     inner, train, _ = built()
     model = copy.deepcopy(inner.model)
-    with refuses(model=model, optimizer=inner.optimizer):
-        inner.adapt(train).write_to(model, inner.optimizer)
-
-
-@pytest.mark.parametrize("wrong", [3, optim.SGD, "SGD"], ids=str)
-def test_what_is_no_optimizer_is_refused(wrong):
-    inner, train, _ = built()
-    model = copy.deepcopy(inner.model)
-    with refuses(model=model):
-        inner.adapt(train).write_to(model, wrong)
-
-
-def test_an_optimizer_over_fewer_weights_is_refused():
-    inner, train, _ = built()
-    model = copy.deepcopy(inner.model)
-    optimizer = optim.SGD(model.head.parameters(), lr=0.1, momentum=0.8)
-    with refuses(model=model, optimizer=optimizer):
+    optimizer = make(model, inner.optimizer)
+    known = optimizer if isinstance(optimizer, optim.Optimizer) else None
+    with refuses(name, model=model, optimizer=known):
         inner.adapt(train).write_to(model, optimizer)
 
 

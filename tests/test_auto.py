@@ -187,14 +187,6 @@ def test_losses_that_are_hard_to_measure(loss: Any) -> None:
     assert_same(*found)
 
 
-def test_two_losses_without_a_hash_are_measured_apart() -> None:
-    plain, batches = wide_training(init=True)
-    auto = il.Auto("1GB")
-    for weight in (0.7, 0.7):
-        Training(plain.model, Weighted(weight)).unrolled(batches, auto)
-    assert sum(isinstance(key, tuple) for key in auto._memo) == 2
-
-
 def test_measuring_leaves_the_batches_as_they_are() -> None:
     """A loss may take its batch apart: it gets each one once."""
     plain, batches = wide_training(init=True)

@@ -4,6 +4,7 @@ What Dynamo traced runs as it is (``backend="eager"``), in the table after AOTAu
 """
 
 import copy
+import itertools
 import pickle
 import warnings
 
@@ -88,21 +89,23 @@ ROWS = [
     ("tied", "SGD"),
     ("frozen", "SGD"),
 ]
-QUICK = {("mlp", "Adam", False), ("convolution", "SGD", True), ("learned_loss", "momentum", False)}
+QUICK = [("mlp", "Adam", False, "whole"), ("convolution", "SGD", True, "step")]
 
 
 def table():
+    """Tracing takes seconds: most rows are left to slow runs."""
     found = []
-    for problem, optimizer in ROWS:
-        for tasks in (False, True):
-            quick = (problem, optimizer, tasks) in QUICK
-            row = (problem, optimizer, tasks)
-            found.append(pytest.param(*row, marks=() if quick else (pytest.mark.slow,)))
+    for (problem, optimizer), tasks, unit in itertools.product(
+        ROWS, (False, True), ("whole", "step")
+    ):
+        if (problem, tasks, unit) == ("frozen", True, "step"):
+            continue  # a weight that no step moves has a graph: that of one copy for each task
+        row = (problem, optimizer, tasks, unit)
+        found.append(pytest.param(*row, marks=() if row in QUICK else (pytest.mark.slow,)))
     return found
 
 
-@each_unit
-@pytest.mark.parametrize(("problem", "optimizer", "tasks"), table())
+@pytest.mark.parametrize(("problem", "optimizer", "tasks", "unit"), table())
 def test_problems_and_optimizers(problem, optimizer, tasks, unit):
     torch._dynamo.reset()
     make, settings = OPTIMIZERS[optimizer]
@@ -112,8 +115,6 @@ def test_problems_and_optimizers(problem, optimizer, tasks, unit):
         more = [given.build() for _ in range(TASKS - 1)]
         train = [_stacked(parts) for parts in zip(train, *(m.train for m in more), strict=True)]
         val = _stacked([val, *(m.val for m in more)])
-    if (problem, tasks, unit) == ("frozen", True, "step"):
-        pytest.skip("a weight that no step moves has a graph: that of one copy for each task")
     params = [p for n, p in model.named_parameters() if n not in given.left_out]
     learn = ("init", *settings)
     inner = il.InnerLoop(model, make(params), loss, learn=learn, val_loss=given.val_loss)
@@ -128,9 +129,12 @@ def _stacked(parts):
 PER_STEP = il.Learn(per=("group", "step"), steps=2)
 
 
-@each_unit
-@pytest.mark.parametrize("learn", [("init",), ("lr",), {"lr": PER_STEP}], ids=str)
-def test_whatever_is_learned(learn, unit):
+@pytest.mark.parametrize(
+    ("unit", "learn"),
+    [("whole", ("init",)), ("step", ("lr",)), ("step", {"lr": PER_STEP})],
+    ids=str,
+)
+def test_whatever_is_learned(unit, learn):
     assert_follows(*built(unit, learn=learn))
 
 
@@ -177,9 +181,8 @@ def test_auto_compiles_few_steps_as_a_whole_and_many_one_by_one():
 # Any use of the result. -------------------------------------------------------------------------
 
 
-@each_unit
-def test_any_weights_of_the_losses(unit):
-    inner, train, val = built(unit, tasks=(TASKS,))
+def test_any_weights_of_the_losses():
+    inner, train, val = built(tasks=(TASKS,))
     inner(train, val, tasks=True)
     losses = inner(train, val, tasks=True)
     kept, inner._compiler = inner._compiler, None
@@ -196,13 +199,12 @@ def test_any_weights_of_the_losses(unit):
         assert_same(found, gradients(measure(expected), inner, retain_graph=True))
 
 
-@each_unit
-def test_meta_training(unit):
+def test_meta_training():
     """The same weights after some meta-steps as without compilation."""
     found = []
     for compiled in (True, False):
         torch.manual_seed(0)
-        inner, train, val = built(unit, tasks=(TASKS,))
+        inner, train, val = built(tasks=(TASKS,))
         if not compiled:
             inner._compiler = None
         meta = optim.Adam(inner.parameters(), lr=0.05)
@@ -249,14 +251,13 @@ def test_copies_are_compiled_too():
 NUMBERS = {"factor": 1.0}
 
 
-@each_unit
-def test_numbers_in_closures_globals_and_attributes(unit, monkeypatch):
+def test_numbers_in_closures_globals_and_attributes(monkeypatch):
     factor = 1.0
 
     def loss(model, batch):
         return factor * NUMBERS["factor"] * squares(model, batch)
 
-    inner, train, val = built(unit, loss)
+    inner, train, val = built(loss=loss)
     assert_follows(inner, train, val)
     factor = 2.0
     assert_follows(inner, train, val)
@@ -266,10 +267,9 @@ def test_numbers_in_closures_globals_and_attributes(unit, monkeypatch):
     assert_follows(inner, train, val)
 
 
-@each_unit
-def test_tensors_in_closures_and_buffers(unit):
+def test_tensors_in_closures_and_buffers():
     factor = torch.tensor(1.0)
-    inner, train, val = built(unit, lambda model, batch: factor * squares(model, batch))
+    inner, train, val = built("step", lambda model, batch: factor * squares(model, batch))
     assert_follows(inner, train, val)
     made = inner.compiler.programs
     factor.fill_(2.0)
@@ -279,10 +279,9 @@ def test_tensors_in_closures_and_buffers(unit):
     assert_follows(inner, train, val)
 
 
-@each_unit
-def test_settings_of_the_optimizer_modes_and_frozen_weights(unit):
+def test_settings_of_the_optimizer_modes_and_frozen_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-    inner, train, val = built(unit, model=model, learn=("init",))
+    inner, train, val = built(model=model, learn=("init",))
     assert_follows(inner, train, val)
     inner.optimizer.param_groups[0]["lr"] /= 2
     assert_follows(inner, train, val)
@@ -353,13 +352,12 @@ def test_closed_over_tensors_with_a_graph_run_eagerly(unit):
     assert_same([found], torch.autograd.grad(inner(train, val), [leaf]))
 
 
-@each_unit
 @pytest.mark.parametrize("name", EAGER)
-def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(name, unit):
+def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(name):
     reason, options = EAGER[name]
     if "model" in options:
         options = {**options, "model": options["model"]()}
-    inner, train, val = built(unit, **options)
+    inner, train, val = built(**options)
     torch.manual_seed(1)
     expected = uncompiled(inner, train, val)
     torch.manual_seed(1)

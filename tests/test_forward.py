@@ -86,12 +86,12 @@ needs_proc = pytest.mark.skipif(not STATM.exists(), reason="reads the memory in 
 
 @needs_proc
 def test_a_long_run_in_constant_memory() -> None:
-    assert growth(600, il.Forward()) < GROWTH
+    assert growth(300, il.Forward()) < GROWTH
 
 
 @needs_proc
 def test_the_measure_notices_a_graph_over_all_steps() -> None:
-    assert growth(600, il.Tape()) > 5 * GROWTH
+    assert growth(300, il.Tape()) > 5 * GROWTH
 
 
 @needs_proc
@@ -100,8 +100,8 @@ def test_ten_thousand_steps_in_constant_memory() -> None:
     assert growth(10_000, il.Forward()) < GROWTH
 
 
-def test_the_first_500_steps_are_those_of_binomial() -> None:
-    assert_same(slope(500, il.Forward(), plain), slope(500, il.Binomial(8), plain))
+def test_the_first_200_steps_are_those_of_binomial() -> None:
+    assert_same(slope(200, il.Forward(), plain), slope(200, il.Binomial(8), plain))
 
 
 # First order. -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import innerloop as il
-from strategies import SAME, assert_right_or_refused, assert_same
+from strategies import SAME, assert_same
 
 SOLVERS = ["cg", "neumann", "gmres"]
 each_solver = pytest.mark.parametrize("solver", SOLVERS)
@@ -166,10 +166,9 @@ class Regression:
         )
 
 
-@each_solver
-def test_ridge_regression_with_a_loss_module(solver: str) -> None:
+def test_ridge_regression_with_a_loss_module() -> None:
     given = Regression()
-    inner = given.inner(implicit(solver))
+    inner = given.inner(implicit("cg"))
     value = inner([given.batch] * STEPS, given.val)
     w, by_penalty, _ = given.closed_form()
     adapted = inner.adapt([given.batch] * STEPS)
@@ -178,29 +177,10 @@ def test_ridge_regression_with_a_loss_module(solver: str) -> None:
     assert_same(torch.autograd.grad(value, list(inner.parameters())), [by_penalty])
 
 
-@each_solver
-def test_ridge_regression_with_parameters_of_the_loss(solver: str) -> None:
-    given = Regression()
-    log = given.loss.log_penalty.detach().requires_grad_()
-    f = il.functional(given.model)
-
-    def loss(params: Any, batch: Any, parts: Any) -> Tensor:
-        weights = torch.cat([p.reshape(-1) for p in params.values()])
-        fit = (f(params, batch[0]).squeeze(-1) - batch[1]).square().sum()
-        return fit / 2 + (parts["log"].exp() * weights * weights).sum() / 2
-
-    start, meta = {n: p.detach() for n, p in f.params.items()}, il.Meta(loss={"log": log})
-    rule = il.optim.sgd(lr=0.1)
-    state = converged(loss, start, meta, [given.batch] * STEPS, implicit(solver), rule)
-    value = given.measured(f.bind(state.params), given.val)
-    assert_same(torch.autograd.grad(value, log), given.closed_form()[1:2])
-
-
-@each_solver
-def test_a_proximal_term_gives_the_initial_weights_a_gradient(solver: str) -> None:
+def test_a_proximal_term_gives_the_initial_weights_a_gradient() -> None:
     """As in iMAML: dL/dw₀ = λ (H + λ)⁻¹ ∇L, here with H = XᵀX + diag(eᵖ)."""
     given = Regression(proximal=2.0)
-    inner = given.inner(implicit(solver, proximal=2.0), learn=("init",))
+    inner = given.inner(implicit("cg", proximal=2.0), learn=("init",))
     value = inner([given.batch] * STEPS, given.val)
     w, by_penalty, by_start = given.closed_form()
     with torch.no_grad():
@@ -209,26 +189,6 @@ def test_a_proximal_term_gives_the_initial_weights_a_gradient(solver: str) -> No
     leaves = [*given.model.parameters(), given.loss.log_penalty]
     *weights, penalty = torch.autograd.grad(value, leaves)
     assert_same([torch.cat([g.reshape(-1) for g in weights]), penalty], [by_start, by_penalty])
-
-
-def test_the_proximal_gradient_is_that_of_training() -> None:
-    """The same by the tape, with the pull to the initial weights written into the loss."""
-    given = Regression()
-    pulled = Regression()
-    pulled.__dict__.update(given.__dict__)
-    inner = given.inner(implicit("cg", proximal=2.0), learn=("init",))
-    value = inner([given.batch] * STEPS, given.val)
-    start = list(given.model.parameters())
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        far = [(p - q).square().sum() for p, q in zip(model.parameters(), start, strict=True)]
-        return given.loss(model, batch) + sum(far)
-
-    pulled.loss = loss
-    taped = pulled.inner(il.Tape(), learn=("init",))([given.batch] * STEPS, given.val)
-    leaves = [*start, given.loss.log_penalty]
-    assert_same([value], [taped])
-    assert_same(torch.autograd.grad(value, leaves), torch.autograd.grad(taped, leaves))
 
 
 # Schedules and transforms. ----------------------------------------------------------------------
@@ -277,15 +237,11 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("tasks", [False, True])
-@pytest.mark.parametrize("solver", ["cg", "gmres"])
+@pytest.mark.parametrize(("solver", "tasks"), [("cg", False), ("gmres", True)])
 def test_a_transform_of_the_gradients_is_part_of_the_equation(
     solver: str, tasks: bool, transform: Any
 ) -> None:
-    """It rests where the transformed gradient and the decay are in balance.
-
-    The system is in general not symmetric; where conjugate gradients fail, they say so.
-    """
+    """It rests where the transformed gradient and the decay are in balance."""
 
     def gradient(backward: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -304,11 +260,7 @@ def test_a_transform_of_the_gradients_is_part_of_the_equation(
         value = inner([batch] * 300, val, tasks=tasks).sum()
         return list(torch.autograd.grad(value, list(inner.parameters())))
 
-    expected = gradient(il.Tape())
-    if solver == "gmres":
-        assert_same(gradient(implicit("gmres")), expected, 1e-8)
-    else:
-        assert_right_or_refused(lambda: gradient(implicit("cg")), expected, "gmres")
+    assert_same(gradient(implicit(solver)), gradient(il.Tape()), 1e-8)
 
 
 def test_a_loss_that_makes_leaves_of_its_own() -> None:
@@ -446,18 +398,10 @@ def test_wrong_options_are_refused(options: Any) -> None:
         il.Implicit(**options)
 
 
-def test_a_graph_of_the_gradient_needs_the_tape() -> None:
-    given = Quadratic()
-    state = converged(given.loss, given.start, given.meta, [1.0] * STEPS, il.Implicit())
-    with pytest.raises(il.RequirementError, match="Tape"):
-        torch.autograd.grad(given.measured(state.params["w"]), given.phi, create_graph=True)
-
-
 # Never silently wrong. --------------------------------------------------------------------------
 
 
-@each_solver
-def test_learned_data(solver: str) -> None:
+def test_learned_data() -> None:
     """w = mean of the data under ‖w - y‖², so dL/dy = ∇L / n."""
     y = torch.randn(5, 3, requires_grad=True)
     state = converged(
@@ -465,7 +409,7 @@ def test_learned_data(solver: str) -> None:
         torch.zeros(3),
         il.Meta(),
         [y] * STEPS,
-        implicit(solver),
+        implicit("cg"),
     )
     expected = (2 * y.detach().mean(0) / 5).expand(5, 3)
     assert_same(torch.autograd.grad(state.params.square().sum(), y), [expected])
@@ -482,31 +426,21 @@ def test_losses_on_the_way_are_refused() -> None:
 
 
 @pytest.mark.parametrize("changed", ["batch", "phi"])
-def test_a_change_in_place_is_refused_or_harmless(changed: str) -> None:
+def test_a_change_in_place_is_refused(changed: str) -> None:
     phi, batch = torch.tensor(0.5, requires_grad=True), torch.tensor([2.0, 1.0])
-    meta = il.Meta(loss={"phi": phi})
 
     def loss(w: Tensor, batch: Tensor, parts: Any) -> Tensor:
         return (batch * (w - parts["phi"]) ** 2 + w**4 / 4).sum()
 
-    rule = il.optim.sgd(lr=0.1)
-    found = []
-    for change in (False, True):
-        state = converged(loss, torch.zeros(2), meta, [batch] * STEPS, implicit("cg"), rule)
-        value = state.params.sum()
-        with torch.no_grad():
-            if change:
-                (batch if changed == "batch" else phi).mul_(3)
-        try:
-            found.append(torch.autograd.grad(value, phi))
-        except (RuntimeError, il.InnerLoopError):
-            assert change
-            return
-    assert_same(*found)
+    rule, meta = il.optim.sgd(lr=0.1), il.Meta(loss={"phi": phi})
+    state = converged(loss, torch.zeros(2), meta, [batch] * STEPS, implicit("cg"), rule)
+    with torch.no_grad():
+        (batch if changed == "batch" else phi).mul_(3)
+    with pytest.raises((RuntimeError, il.InnerLoopError), match=r"in place|inplace"):
+        torch.autograd.grad(state.params.sum(), phi)
 
 
-@each_solver
-def test_a_weight_that_no_optimizer_has_gets_its_gradient_or_an_error(solver: str) -> None:
+def test_a_weight_that_no_optimizer_has_gets_its_gradient() -> None:
     """It acts on the training as a parameter of the loss does, and on the measurement itself."""
 
     class Partly(nn.Module):
@@ -525,10 +459,9 @@ def test_a_weight_that_no_optimizer_has_gets_its_gradient_or_an_error(solver: st
         return fit(model, batch) + (model.moving - leaves[1]).square().sum()
 
     def gradient(backward: Any, loss: Any) -> Any:
-        optimizer = torch.optim.SGD([model.moving], lr=0.05)
         inner = il.InnerLoop(
             model,
-            optimizer,
+            torch.optim.SGD([model.moving], lr=0.05),
             loss,
             learn=("init",),
             backward=backward,
@@ -537,33 +470,23 @@ def test_a_weight_that_no_optimizer_has_gets_its_gradient_or_an_error(solver: st
         value = inner([torch.tensor([0.5, -1.0])] * STEPS, None)
         return torch.autograd.grad(value, leaves, materialize_grads=True)
 
-    assert_right_or_refused(
-        lambda: gradient(implicit(solver, proximal=2.0), fit), gradient(il.Tape(), pulled), "fixed"
-    )
+    assert_same(gradient(implicit("cg", proximal=2.0), fit), gradient(il.Tape(), pulled))
 
 
-@each_solver
 @pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
-def test_a_closed_over_tensor_gets_its_gradient_or_an_error(solver: str, computed: bool) -> None:
+def test_a_closed_over_tensor_is_refused_by_name(computed: bool) -> None:
     root = torch.randn(3, requires_grad=True)
     scale = root * 2 if computed else root
 
-    def gradient(backward: Any) -> Any:
-        state = converged(
-            lambda w, batch: (w - scale).square().sum(),
-            torch.zeros(3),
-            il.Meta(),
-            [None] * STEPS,
-            backward,
-        )
-        return torch.autograd.grad(state.params.square().sum(), root, materialize_grads=True)
+    def loss(w: Tensor, batch: None) -> Tensor:
+        return (w - scale).square().sum()
 
-    expected = [8 * root.detach() if computed else 2 * root.detach()]
-    assert_right_or_refused(lambda: gradient(implicit(solver)), expected, "scale")
+    with pytest.raises(il.RequirementError, match="scale"):
+        state = converged(loss, torch.zeros(3), il.Meta(), [None] * STEPS, implicit("cg"))
+        state.params.sum().backward()
 
 
-@each_solver
-def test_a_loss_with_frozen_and_unused_weights(solver: str) -> None:
+def test_a_loss_with_frozen_and_unused_weights() -> None:
     """Frozen weights are constants of the equation; those the loss leaves out do not enter it."""
 
     class Partly(nn.Module):
@@ -588,7 +511,7 @@ def test_a_loss_with_frozen_and_unused_weights(solver: str) -> None:
         optimizer,
         loss,
         learn=(),
-        backward=implicit(solver),
+        backward=implicit("cg"),
         val_loss=lambda model, val: model.moving.square().sum() + model.unused.sum(),
     )
     (grad,) = torch.autograd.grad(inner([None] * STEPS, None), [loss.goal])
@@ -599,8 +522,7 @@ def test_a_loss_with_frozen_and_unused_weights(solver: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@each_solver
-def test_batches_count_as_often_as_they_come(solver: str, shared: bool) -> None:
+def test_batches_count_as_often_as_they_come(shared: bool) -> None:
     """Two losses w²/2 - w φᵢ with the same minimum at φ₁ = φ₂: dw/dφᵢ is the share of loss i."""
     phi = torch.full((2,), 2.0, requires_grad=True)
     one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
@@ -613,7 +535,7 @@ def test_batches_count_as_often_as_they_come(solver: str, shared: bool) -> None:
 
     start = {"w": torch.tensor(0.0)}
     meta = il.Meta(loss={"phi": phi})
-    final = converged(loss, start, meta, batches, implicit(solver))
+    final = converged(loss, start, meta, batches, implicit("cg"))
     (grad,) = torch.autograd.grad(final.params["w"], [phi])
     assert_same([grad], [torch.tensor([0.75, 0.25])])
 
@@ -622,13 +544,12 @@ def _squares(params: Any, target: Tensor) -> Tensor:
     return (params["w"] - target).pow(4).sum() + (params["w"] - target).square().sum()
 
 
-@each_solver
-def test_first_order_leaves_the_proximal_term(solver: str) -> None:
+def test_first_order_leaves_the_proximal_term() -> None:
     """The initial weights then have the gradient of the adapted ones."""
     start = {"w": torch.tensor([1.0, -0.5], requires_grad=True)}
     step = il.inner_step(_squares, il.optim.sgd(lr=0.05), first_order=True)
     batches = [torch.tensor([0.2, 0.3])] * 300
-    how = implicit(solver, proximal=1.5)
+    how = implicit("cg", proximal=1.5)
     final, _ = il.unroll(step, il.State(start), il.Meta(), batches, backward=how)
     (grad,) = torch.autograd.grad(final.params["w"].square().sum(), [start["w"]])
     assert_same([grad], [2 * final.params["w"].detach()])
@@ -643,9 +564,8 @@ def test_first_order_without_a_proximal_term_is_refused() -> None:
         final.params["w"].sum().backward()
 
 
-@each_solver
-@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]])
-def test_batches_that_leave_weights_out(solver: str, order: list[int]) -> None:
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_batches_that_leave_weights_out(order: list[int]) -> None:
     """a = φ by batch 0, b = φ² by batch 1; batch 2 trains both."""
     phi = torch.tensor([1.0, 2.0], requires_grad=True)
 
@@ -657,7 +577,7 @@ def test_batches_that_leave_weights_out(solver: str, order: list[int]) -> None:
     start = {"a": torch.zeros(2), "b": torch.zeros(2)}
     rule = il.optim.sgd(lr=0.2)
     batches = order * 60
-    final = converged(loss, start, il.Meta(loss={"phi": phi}), batches, implicit(solver), rule)
+    final = converged(loss, start, il.Meta(loss={"phi": phi}), batches, implicit("cg"), rule)
     (grad,) = torch.autograd.grad(final.params["a"].sum() + final.params["b"].sum(), [phi])
     assert_same([grad], [1 + 2 * phi.detach()])
 

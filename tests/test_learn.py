@@ -1,7 +1,7 @@
 """What is learned, for what each setting has a value, and in what range.
 
-For every granularity, transform and setting: the loop starts as plain torch does, its gradient is
-that of rules written out by hand with a value for every element, and that of differences.
+For every granularity, transform and setting: the loop starts as plain torch does, and its gradient
+is that of rules written out by hand with a value for every element.
 """
 
 import math
@@ -138,20 +138,15 @@ def perturb(parameters):
             p.mul_(1 - 0.1 * torch.rand_like(p))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), [("SGD", "lr"), ("Adam", "betas")])
-def test_every_granularity_and_range(family, name, per, transform):
-    assert_as_by_hand(family, name, per, transform)
+BY_HAND = [
+    *((*row, per, "log") for row in SETTINGS for per in PER),
+    *(("SGD", "lr", per, how) for per in PER for how in TRANSFORMS if how != "log"),
+    *(("Adam", "betas", ("element", "step"), how) for how in TRANSFORMS if how != "log"),
+]
 
 
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), SETTINGS)
-def test_every_setting_and_granularity(family, name, per):
-    assert_as_by_hand(family, name, per, "log")
-
-
-def assert_as_by_hand(family, name, per, transform):
+@pytest.mark.parametrize(("family", "name", "per", "transform"), BY_HAND, ids=shown)
+def test_every_setting_granularity_and_range(family, name, per, transform):
     model = Lengths()
     *train, val = batches(STEPS + 1)
     optimizer = grouped(model, family)
@@ -174,19 +169,6 @@ def assert_as_by_hand(family, name, per, transform):
     assert_close(
         torch.autograd.grad(found, parameters), torch.autograd.grad(value, parameters), 1e-10
     )
-
-
-@pytest.mark.parametrize("per", PER, ids=shown)
-@pytest.mark.parametrize(("family", "name"), SETTINGS)
-def test_every_setting_and_granularity_by_differences(family, name, per):
-    model = Lengths()
-    *train, val = batches(STEPS + 1)
-    inner = il.InnerLoop(
-        model, grouped(model, family), squares, learn={name: as_learn(per, "logit")}
-    )
-    parameters = list(inner.parameters())
-    perturb(parameters)
-    assert_derivative(lambda: inner(train, val), parameters, eps=1e-3, relative=True)
 
 
 def test_everything_at_once_each_in_its_own_way():
@@ -213,7 +195,7 @@ def test_everything_at_once_each_in_its_own_way():
     assert_close(grads, torch.autograd.grad(value, parameters), 1e-10)
 
 
-@pytest.mark.parametrize("backward", [il.Remat(), il.Binomial(1), il.Forward()], ids=repr)
+@pytest.mark.parametrize("backward", [il.Remat(), il.Forward()], ids=repr)
 def test_everything_at_once_under_other_strategies(backward):
     model = Lengths()
     *train, val = batches(STEPS + 1)
@@ -230,17 +212,7 @@ def test_everything_at_once_under_other_strategies(backward):
     assert_close(grads[1], grads[0], 1e-10)
 
 
-# The same derivative, seen at several granularities. ---------------------------------------------
-
-
-def learned_gradient(model, groups, per, train, val, name="lr", family="SGD"):
-    optimizer = FAMILIES[family][0](
-        [{"params": [model.get_parameter(n) for n in group]} for group in groups],
-        **FAMILIES[family][2],
-    )
-    inner = il.InnerLoop(model, optimizer, squares, learn={name: as_learn(per)})
-    grads = torch.autograd.grad(inner(train, val), list(inner.parameters()))
-    return list(grads) if len(grads) > 1 else grads[0]
+# Granularities that could be taken for each other. -----------------------------------------------
 
 
 def test_rates_of_parameters_keep_no_more_than_one_rate():
@@ -269,25 +241,7 @@ def test_rates_of_parameters_keep_no_more_than_one_rate():
     assert kept["parameter"] < 1.05 * kept["group"]
 
 
-def test_a_coarser_gradient_is_the_sum_of_the_finer_ones():
-    model = Lengths()
-    *train, val = batches(STEPS + 1)
-    of = {per: learned_gradient(model, GROUPS, per, train, val) for per in PER}
-    one_group = [sum(GROUPS, ())]
-    alone = learned_gradient(model, one_group, "group", train, val)
-    assert_close([of["group"].sum(0, keepdim=True)], [alone], 1e-11)
-    assert_close([torch.stack([p.sum() for p in of["parameter"].split([3, 1, 2])])], [of["group"]])
-    assert_close([torch.stack([e.sum() for e in of["element"]])], [of["parameter"]], 1e-11)
-    assert_close([of["step"].sum(0)], [of["group"]], 1e-11)
-    assert_close([of["group", "step"]], [of["step"]])
-    assert_close([of["parameter", "step"].sum(0)], [of["parameter"]], 1e-11)
-    assert_close([e.sum(0) for e in of["element", "step"]], of["element"], 1e-11)
-    assert [e.shape for e in of["element", "step"]] == [
-        (STEPS, *model.get_parameter(name).shape) for name in one_group[0]
-    ]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_group_as_large_as_its_parameters_are_long(count):
     """One value per parameter, `[count]`, is not taken for one per element of `[count]`."""
 
@@ -334,7 +288,7 @@ def test_a_setting_that_starts_at_zero(name, per):
 # Which weights. ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["SGD", "Adam"])
 def test_frozen_weights_in_the_optimizer(family):
     """They stay where they are, and a setting of theirs has no influence."""
     model = Lengths()

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 import innerloop as il
 from inner_problems import Training, squares, training
-from strategies import ALL, EXACT, REVERSE, assert_same
+from strategies import ALL, EXACT, Tensors, as_tape, as_tape_or_refused, assert_same
 
-each_strategy = pytest.mark.parametrize("backward", ALL, ids=repr)
+AUTO = il.Auto("1GB")
+"""It measures a step before the first one, which must leave no trace."""
+
+each_strategy = pytest.mark.parametrize("backward", [*ALL, AUTO], ids=repr)
 each_exact = pytest.mark.parametrize("backward", EXACT, ids=repr)
-
-RECOMPUTES = [s for s in EXACT if not isinstance(s, il.Forward | il.Auto)]
+each_walk = pytest.mark.parametrize("backward", EXACT[:-1], ids=repr)
 
 
 def gradients(name: str, backward: Any, between: Callable[[], Any] = lambda: None) -> list[Tensor]:
@@ -51,17 +53,13 @@ def test_another_seed_before_the_backward_changes_nothing(backward: Any) -> None
     assert_same(changed, gradients("dropout", il.Tape()))
 
 
-@each_exact
-def test_every_step_has_its_own_random_numbers(backward: Any) -> None:
+@as_tape
+def test_every_step_has_its_own_random_numbers(backward: Any) -> Tensors:
     """The same batch at each step, so that only the masks differ."""
-    found = []
-    for strategy in (backward, il.Tape()):
-        torch.manual_seed(0)
-        loop, train, val = training("dropout")
-        state, losses = loop.unrolled([train[0]] * 5, strategy)
-        assert len(set(losses.tolist())) == 5
-        found.append(loop.grads(loop.measured(state, val)))
-    assert_same(*found)
+    loop, train, val = training("dropout")
+    state, losses = loop.unrolled([train[0]] * 5, backward)
+    assert len(set(losses.tolist())) == 5
+    return loop.grads(loop.measured(state, val))
 
 
 FOR_TASKS = [strategy.for_tasks(2) for strategy in (il.Remat(), il.Remat(every=2), il.Binomial(2))]
@@ -95,8 +93,8 @@ def test_buffers_advance_once_per_step(backward: Any) -> None:
     assert {count.dtype for count in counts} == {torch.int64}
 
 
-@each_exact
-def test_each_step_sees_the_buffers_of_its_own_time(backward: Any) -> None:
+@as_tape
+def test_each_step_sees_the_buffers_of_its_own_time(backward: Any) -> Tensors:
     """Running statistics that act: in evaluation mode, but advanced by hand in the loss."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -105,17 +103,11 @@ def test_each_step_sees_the_buffers_of_its_own_time(backward: Any) -> None:
             norm.running_mean.mul_(0.5).add_(batch[0].mean())
         return squares(model, batch)
 
-    found = []
-    for strategy in (backward, il.Tape()):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).eval()
-        loop = Training(model, loss)
-        batches = [(torch.randn(4, 2) + k, torch.randn(4, 1)) for k in range(5)]
-        state, losses = loop.unrolled(batches[:4], strategy)
-        found.append(
-            [*loop.grads(loop.measured(state, batches[4])), losses, *state.buffers.values()]
-        )
-    assert_same(*found)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).eval()
+    loop = Training(model, loss)
+    batches = [(torch.randn(4, 2) + k, torch.randn(4, 1)) for k in range(5)]
+    state, losses = loop.unrolled(batches[:4], backward)
+    return [*loop.grads(loop.measured(state, batches[4])), losses, *state.buffers.values()]
 
 
 # Modes. -----------------------------------------------------------------------------------------
@@ -144,7 +136,7 @@ def test_no_grad_leaves_no_graph(backward: Any) -> None:
     assert_same(state.params.values(), tracked.params.values(), 0)
 
 
-@pytest.mark.parametrize("backward", [*RECOMPUTES, il.Auto("1GB")], ids=repr)
+@pytest.mark.parametrize("backward", [*EXACT[:-1], AUTO], ids=repr)
 def test_autocast_is_restored(backward: Any) -> None:
     """Forward inside the region, backward outside of it, as torch advises."""
     found = []
@@ -175,123 +167,59 @@ def half_precision_training() -> tuple[Training, list[Any], Any]:
 # In-place changes between forward and backward. -------------------------------------------------
 
 
-def change_weights(loop: Training, train: list[Any], state: il.State) -> None:
-    loop.params["first.weight"].mul_(2)
+IN_PLACE, AGAIN = r"in place|inplace", "computed a second time"
+CHANGES: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "weights": (lambda loop, train, state: loop.params["first.weight"].mul_(2), IN_PLACE),
+    "rate": (lambda loop, train, state: loop.lr.mul_(2), IN_PLACE),
+    "batch": (lambda loop, train, state: train[1][0].mul_(2), IN_PLACE),
+    "model": (lambda loop, train, state: loop.model.first.weight.mul_(2), None),
+    "list of batches": (lambda loop, train, state: train.__setitem__(1, train[0]), AGAIN),
+    "mapping of weights": (
+        lambda loop, train, state: loop.params.update({"first.weight": torch.zeros(3, 2)}),
+        None,
+    ),
+    "mapping of settings": (
+        lambda loop, train, state: loop.meta.opt.update(lr=torch.tensor(0.7, requires_grad=True)),
+        AGAIN,
+    ),
+    "mapping of last weights": (
+        lambda loop, train, state: state.params.update({"first.weight": torch.zeros(3, 2)}),
+        None,
+    ),
+}
+"""What is changed, and what a walk says of it; it never gives the gradient of something else."""
 
 
-def change_rate(loop: Training, train: list[Any], state: il.State) -> None:
-    loop.lr.mul_(2)
-
-
-def change_model(loop: Training, train: list[Any], state: il.State) -> None:
-    for p in loop.model.parameters():
-        p.mul_(2)
-
-
-def change_batch(loop: Training, train: list[Any], state: il.State) -> None:
-    train[1][0].mul_(2)
-
-
-def change_list_of_batches(loop: Training, train: list[Any], state: il.State) -> None:
-    train[1] = train[0]
-    train.append(train[0])
-
-
-def change_mapping_of_weights(loop: Training, train: list[Any], state: il.State) -> None:
-    loop.params["first.weight"] = torch.zeros(3, 2, requires_grad=True)
-
-
-def change_mapping_of_settings(loop: Training, train: list[Any], state: il.State) -> None:
-    loop.meta.opt["lr"] = torch.tensor(0.7, requires_grad=True)
-
-
-def change_last_weights(loop: Training, train: list[Any], state: il.State) -> None:
-    state.params["first.weight"].mul_(2)
-
-
-def change_last_optimizer_state(loop: Training, train: list[Any], state: il.State) -> None:
-    for block in state.opt:
-        block.slots["momentum_buffer"].mul_(2)
-
-
-def change_mapping_of_last_weights(loop: Training, train: list[Any], state: il.State) -> None:
-    state.params["first.weight"] = state.params["first.weight"] * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_weights,
-        change_rate,
-        change_model,
-        change_batch,
-        change_list_of_batches,
-        change_mapping_of_weights,
-        change_mapping_of_settings,
-        change_last_weights,
-        change_last_optimizer_state,
-        change_mapping_of_last_weights,
-    ],
-    ids=lambda change: change.__name__,
-)
-@each_strategy
-def test_a_change_in_place_is_refused_or_harmless(change: Any, backward: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@each_exact
+def test_a_change_after_the_forward(change: str, backward: Any) -> None:
     expected = gradients("mlp", il.Tape())
     torch.manual_seed(0)
     loop, train, val = training()
     leaves = loop.leaves
     state, _ = loop.unrolled(train, backward)
     value = loop.measured(state, val)
+    act, message = CHANGES[change]
     with torch.no_grad():
-        change(loop, train, state)
-    try:
-        actual = torch.autograd.grad(value, leaves)
-    except (RuntimeError, il.InnerLoopError):
-        return
-    assert_same(actual, expected)
+        act(loop, train, state)
+    if message is None or isinstance(backward, il.Forward):
+        assert_same(torch.autograd.grad(value, leaves), expected)
+    else:
+        with pytest.raises(il.InnerLoopError, match=message):
+            torch.autograd.grad(value, leaves)
 
 
-@pytest.mark.parametrize("backward", REVERSE, ids=repr)
-def test_a_change_that_no_value_shows_is_refused_or_harmless(backward: Any) -> None:
+@each_walk
+def test_a_change_that_no_value_shows_is_refused(backward: Any) -> None:
     """Learned data in another order: the same losses, but each row's gradient at another place."""
-    found = []
-    for change in (False, True):
-        torch.manual_seed(0)
-        loop, train, val = training()
-        x, y = train[0][0], train[0][1].requires_grad_()
-        value = loop.value(train, val, backward)
-        if change:
-            with torch.no_grad():
-                x.copy_(x.flip(0).clone())
-                y.copy_(y.flip(0).clone())
-        try:
-            found.append(loop.grads(value, y))
-        except (RuntimeError, il.InnerLoopError):
-            assert change
-            return
-    assert_same(*found)
-
-
-@each_strategy
-def test_a_changed_mapping_in_a_batch_is_refused_or_harmless(backward: Any) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, (batch["x"], batch["y"]))
-
-    found = []
-    for change in (False, True):
-        torch.manual_seed(0)
-        plain, train, val = training()
-        loop = Training(plain.model, loss)
-        batches = [{"x": x, "y": y} for x, y in train]
-        value = loop.value(batches, {"x": val[0], "y": val[1]}, backward)
-        if change:
-            batches[0]["x"] = torch.ones_like(train[0][0])
-        try:
-            found.append(loop.grads(value))
-        except (RuntimeError, il.InnerLoopError):
-            assert change
-            return
-    assert_same(*found)
+    loop, train, val = training()
+    x, y = train[0][0], train[0][1].requires_grad_()
+    value = loop.value(train, val, backward)
+    with torch.no_grad():
+        x.copy_(x.flip(0).clone())
+        y.copy_(y.flip(0).clone())
+    with pytest.raises(il.InnerLoopError, match=IN_PLACE):
+        loop.grads(value, y)
 
 
 # Losses that do not repeat. ---------------------------------------------------------------------
@@ -340,31 +268,32 @@ class OwnGenerator(Unrepeatable):
         return self.used[-1]
 
 
-@pytest.mark.parametrize("kind", [Unrepeatable, OnlyInGradient, CountsItsCalls, OwnGenerator])
-@each_strategy
-def test_a_loss_that_does_not_repeat_is_noticed(kind: Any, backward: Any) -> None:
-    """Right for the numbers of the forward, or an error: never the gradient of other numbers."""
+KINDS = [Unrepeatable, OnlyInGradient, CountsItsCalls, OwnGenerator]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@each_walk
+def test_a_loss_that_does_not_repeat_is_refused(kind: Any, backward: Any) -> None:
     plain, train, val = training()
-    loss = kind()
+    loop = Training(plain.model, kind())
+    with pytest.raises(il.InnerLoopError, match=rf"(?s){AGAIN}.*Needed:.*Why:.*Write:") as info:
+        loop.grads(loop.value(train, val, backward))
+    if kind is OwnGenerator:
+        assert "torch.Generator" in str(info.value)
+
+
+@pytest.mark.parametrize("backward", [il.Tape(), il.Forward(), AUTO], ids=repr)
+def test_a_loss_that_need_not_repeat_is_right(backward: Any) -> None:
+    """For the numbers of the forward."""
+    plain, train, val = training()
+    loss = Unrepeatable()
     loop = Training(plain.model, loss)
-    try:
-        value = squares(loop.f.bind(loop.unrolled(train, backward)[0].params), val)
-        used = loss.used[-len(train) :]  # Auto has measured a step before
-        actual = loop.grads(value)
-    except il.InnerLoopError:
-        return
-    assert backward not in RECOMPUTES
-    same = Training(plain.model, kind(used))
+    value = squares(loop.f.bind(loop.unrolled(train, backward)[0].params), val)
+    used = loss.used[-len(train) :]  # Auto has measured a step before
+    actual = loop.grads(value)
+    same = Training(plain.model, Unrepeatable(used))
     value = squares(same.f.bind(same.unrolled(train, il.Tape())[0].params), val)
     assert_same(actual, same.grads(value))
-
-
-@pytest.mark.parametrize("backward", RECOMPUTES, ids=repr)
-def test_the_error_for_a_loss_that_does_not_repeat_says_what_to_do(backward: Any) -> None:
-    plain, train, val = training()
-    loop = Training(plain.model, Unrepeatable())
-    with pytest.raises(il.InnerLoopError, match=r"(?s)Needed:.*Why:.*Write:"):
-        loop.grads(loop.value(train, val, backward))
 
 
 def test_a_weight_frozen_before_the_backward_changes_nothing() -> None:
@@ -379,13 +308,6 @@ def test_a_weight_frozen_before_the_backward_changes_nothing() -> None:
         next(loop.model.parameters()).requires_grad_(not freeze)
         found.append(torch.autograd.grad(value, list(inner.parameters())))
     assert_same(*found)
-
-
-def test_the_error_names_generators_of_ones_own() -> None:
-    plain, train, val = training()
-    loop = Training(plain.model, OwnGenerator())
-    with pytest.raises(il.InnerLoopError, match=r"without generator=.*torch\.Generator"):
-        loop.grads(loop.value(train, val, il.Remat()))
 
 
 # Several backward passes. -----------------------------------------------------------------------
@@ -431,31 +353,11 @@ def test_outputs_backward_one_by_one(backward: Any) -> None:
     assert_same([a + b for a, b in zip(one, other, strict=True)], expected)
 
 
-REFUSES_NESTING = [s for s in EXACT if not isinstance(s, il.Auto)]
-
-
-@pytest.mark.parametrize("backward", REFUSES_NESTING, ids=repr)
-def test_a_graph_of_the_gradient_needs_the_tape(backward: Any) -> None:
-    """Right, or an error that names the tape: never a derivative that is silently missing."""
-    loop, train, val = training()
-    expected = second_derivative(loop, loop.value(train, val, il.Tape()))
-    try:
-        actual = second_derivative(loop, loop.value(train, val, backward))
-    except il.RequirementError as error:
-        assert "Tape" in str(error)
-        return
-    assert_same(actual, expected)
-
-
-@pytest.mark.parametrize("backward", [il.Remat(), il.Remat(every=2), il.Binomial(2)], ids=repr)
+@as_tape_or_refused("Tape")
 @pytest.mark.parametrize("name", ["mlp", "dropout", "convolution"])
-def test_recomputation_can_be_differentiated_again(name: str, backward: Any) -> None:
-    torch.manual_seed(0)
+def test_recomputation_can_be_differentiated_again(name: str, backward: Any) -> Tensors:
     loop, train, val = training(name)
-    torch.manual_seed(1)
-    expected = second_derivative(loop, loop.value(train, val, il.Tape()))
-    torch.manual_seed(1)
-    assert_same(second_derivative(loop, loop.value(train, val, backward)), expected)
+    return second_derivative(loop, loop.value(train, val, backward))
 
 
 def second_derivative(loop: Training, value: Tensor) -> list[Tensor]:
@@ -466,21 +368,15 @@ def second_derivative(loop: Training, value: Tensor) -> list[Tensor]:
 # Dropout in a functional form, without a module. ------------------------------------------------
 
 
-@each_exact
-def test_random_numbers_of_a_loss_on_plain_tensors(backward: Any) -> None:
+@as_tape
+def test_random_numbers_of_a_loss_on_plain_tensors(backward: Any) -> Tensors:
     def loss(params: Tensor, batch: Tensor) -> Tensor:
         noisy = F.dropout(params * (1 + 0.3 * torch.randn_like(params)), 0.5)
         return (torch.tanh(noisy) - batch).square().sum()
 
-    found = []
-    for strategy in (backward, il.Tape()):
-        torch.manual_seed(0)
-        weights = torch.randn(6, requires_grad=True)
-        rule = il.optim.adam(lr=0.05)
-        start = il.State(weights, opt=rule.init(weights))
-        step = il.inner_step(loss, rule)
-        state, losses = il.unroll(
-            step, start, il.Meta(), list(torch.randn(5, 6)), backward=strategy
-        )
-        found.append([*torch.autograd.grad(state.params.square().sum(), weights), losses])
-    assert_same(*found)
+    weights = torch.randn(6, requires_grad=True)
+    rule = il.optim.adam(lr=0.05)
+    start = il.State(weights, opt=rule.init(weights))
+    step = il.inner_step(loss, rule)
+    state, losses = il.unroll(step, start, il.Meta(), list(torch.randn(5, 6)), backward=backward)
+    return [*torch.autograd.grad(state.params.square().sum(), weights), losses]

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import innerloop as il
 
-STRATEGIES = [il.Tape(), il.Remat(), il.Binomial(1), il.Forward()]
+STRATEGIES = [il.Tape(), il.Remat(), il.Forward()]
 
 
 def squares(model, batch):
@@ -21,6 +21,11 @@ def squares(model, batch):
 
 def data(count=12):
     return torch.randn(count, 3), torch.randn(count, 1)
+
+
+def loop(model=None, loss=squares, learn=("init",), backward=None):
+    model = nn.Linear(3, 1) if model is None else model
+    return il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, learn, backward)
 
 
 @pytest.mark.parametrize("decay", [1e-3, 0.3])
@@ -170,8 +175,7 @@ def test_auto_judges_by_the_largest_batch():
 
 @pytest.mark.parametrize("wrong", [np.zeros((4, 2)), object()], ids=["array", "object"])
 def test_what_cannot_be_divided_among_tasks_is_refused(wrong):
-    model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    inner = loop()
     x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 1)
     with pytest.raises(il.InnerLoopError, match=type(wrong).__name__):
         inner([(x, y, wrong)], (x, y), tasks=True)
@@ -220,8 +224,7 @@ class Lazy(list):
 
 
 def test_batches_that_are_made_when_asked_for_serve_tasks():
-    model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
+    inner = loop()
     train = [(torch.randn(4, 5, 3), torch.randn(4, 5, 1)) for _ in range(3)]
     value = inner(train, train[0], tasks=True)
     assert torch.equal(value, inner(Lazy(train), train[0], tasks=True))
@@ -239,7 +242,7 @@ class Distilled(Lazy):
 
 
 @pytest.mark.parametrize(
-    "backward", [il.Remat(), il.Remat(2), il.Binomial(2), il.Truncated(9, il.Remat())], ids=repr
+    "backward", [il.Remat(2), il.Binomial(2), il.Truncated(9, il.Remat())], ids=repr
 )
 def test_learned_data_made_when_asked_for_gets_its_gradient(backward):
     model = nn.Linear(3, 1)
@@ -261,8 +264,7 @@ def test_batches_made_when_asked_for_are_not_kept(backward):
             alive.append(weakref.ref(batch[0]))
             return batch
 
-    model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, backward=backward)
+    inner = loop(backward=backward)
     value = inner(Counted(torch.randn(30, 6, 3), torch.randn(6, 1)), data())
     assert sum(reference() is not None for reference in alive) < 5
     value.backward()
@@ -289,9 +291,8 @@ def test_what_is_no_rule_or_no_meta_is_explained():
 
 
 def test_an_error_in_the_loss_shows_what_it_was_called_with():
-    model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares)
-    with pytest.raises(ValueError) as info:
+    inner = loop()
+    with pytest.raises(ValueError, match="values to unpack") as info:
         inner(data(), data())  # not [data()] * 5
     notes = getattr(info.value, "__notes__", None)
     assert notes is None or "Tensor[12, 3]" in notes[0]
@@ -342,7 +343,7 @@ def with_a_learned_buffer(where, scale, backward):
     return il.InnerLoop(model, optimizer, loss, backward=backward, val_loss=squares)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
 @pytest.mark.parametrize("where", ["scale", "loss:scale", "optimizer:scale"])
 @pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
@@ -435,7 +436,7 @@ class Momentum(nn.Module):
         return {name: p - self.rate * kept[name] for name, p in params.items()}, self.kind(kept)
 
 
-OTHERS = [*STRATEGIES[1:], il.Remat(every=2), il.Truncated(2, il.Remat()), il.Auto("1GB")]
+OTHERS = [il.Remat(every=2), il.Forward(), il.Truncated(2, il.Remat()), il.Auto("1GB")]
 
 
 def by_momentum(kind, backward):
@@ -475,14 +476,12 @@ HIDING = [Held, Slotted, wrapped_in_a_set, lambda t: Slotted([{"deep": (Held(t),
 
 
 @pytest.mark.parametrize("hide", HIDING, ids=["dataclass", "slots", "set", "deep"])
-@pytest.mark.parametrize("backward", [*OTHERS[:3], il.Implicit(proximal=1.0)], ids=repr)
+@pytest.mark.parametrize("backward", [*OTHERS[:2], il.Implicit(proximal=1.0)], ids=repr)
 def test_an_output_in_an_object_is_refused(backward, hide):
-    model = nn.Linear(3, 1)
-
     def loss(model, batch):
         return squares(model, batch), hide(model(batch[0]))
 
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, backward=backward)
+    inner = loop(loss=loss, backward=backward)
     with pytest.raises(il.RequirementError, match="object that holds tensors"):
         inner.adapt([data()] * 2)
     with torch.no_grad():
@@ -491,14 +490,13 @@ def test_an_output_in_an_object_is_refused(backward, hide):
 
 @pytest.mark.parametrize("backward", [*STRATEGIES, il.Truncated(1)], ids=repr)
 def test_other_outputs_are_no_matter(backward):
-    model = nn.Linear(3, 1)
     plain = {"word": "x", "count": 3, "none": None, "array": np.zeros(2), "object": object()}
     plain |= {"held": Held({"count": 3}), "places": Held(torch.arange(3)), "function": squares}
 
     def loss(model, batch):
         return squares(model, batch), plain
 
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), loss, ("lr",), backward)
+    inner = loop(None, loss, ("lr",), backward)
     aux = inner.adapt([data()] * 2).aux
     assert all(found == [plain[name]] * 2 for name, found in aux.items() if name != "array")
 
@@ -509,7 +507,7 @@ def test_other_outputs_are_no_matter(backward):
 @pytest.mark.parametrize("backward", STRATEGIES, ids=repr)
 def test_frozen_weights_are_named_as_the_reason(backward):
     model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, ("lr",), backward)
+    inner = loop(model, squares, ("lr",), backward)
     model.requires_grad_(False)
     with pytest.raises(il.RequirementError, match="frozen"):
         inner([data()] * 2, data())
@@ -528,7 +526,6 @@ class Another(nn.Module):
 
 @pytest.mark.parametrize("backward", [il.Tape(), il.Forward()], ids=repr)
 def test_a_loss_of_another_model_is_refused(backward):
-    model = nn.Linear(3, 1)
-    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), Another(), ("lr",), backward)
+    inner = loop(None, Another(), ("lr",), backward)
     with pytest.raises(il.RequirementError, match="does not depend on any of the weights"):
         inner([data()] * 2, data())

@@ -1,7 +1,8 @@
-"""Problems x optimizers x what is learned x strategies: all as the tape, which is as differences.
+"""Problems x optimizers x strategies: all as the tape, which is as differences.
 
 Values, final weights and final buffers of the tape are those of plain torch training, and its
-derivatives the differences of that. Every exact strategy is then held to the tape.
+derivatives the differences of that. Remat and Forward are held to the tape on every row, further
+orders of visits on three.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor, nn, optim
 import innerloop as il
 from inner_problems import NORMS, PROBLEMS, Built, Problem
 from optimizers import Row
-from strategies import EXACT, apart, assert_same
+from strategies import ALL, apart, assert_same
 from test_optim import _newton_schulz_in_own_dtype
 
 TO_TORCH = 1e-12
@@ -69,12 +70,6 @@ class Case(NamedTuple):
         return "-".join(self)
 
 
-def cases() -> list[Case]:
-    rows = [(p, o) for p in PROBLEMS for o in ON_EVERY_PROBLEM] + [("mlp", o) for o in ON_ONE]
-    shaped = [Case(p, o, "loss") for p in PROBLEMS if p != "learned_loss" for o in ON_EVERY_PROBLEM]
-    return [Case(p, o, learn) for p, o in rows for learn in choices(p, o)] + shaped
-
-
 def choices(problem: str, optimizer: str) -> list[str]:
     memory = MEMORY.get(optimizer, "betas")
     return [
@@ -84,6 +79,13 @@ def choices(problem: str, optimizer: str) -> list[str]:
         *(["loss"] if problem == "learned_loss" else []),
         "everything",
     ]
+
+
+ROWS = [(p, o) for p in PROBLEMS for o in ON_EVERY_PROBLEM] + [("mlp", o) for o in ON_ONE]
+SHAPED = [Case(p, "SGD", "loss") for p in PROBLEMS if p != "learned_loss"]
+CASES = [*(Case(p, o, "everything") for p, o in ROWS), *SHAPED]
+PARTS = [Case("mlp", "Adam", "everything"), Case("learned_loss", "SGD", "everything")]
+"""Those of which each part is learned alone as well."""
 
 
 class Shaped(nn.Module):
@@ -100,7 +102,7 @@ class Shaped(nn.Module):
         return self.weight * self.ordinary(model, batch) + self.pull.exp() * norm
 
 
-each_case = pytest.mark.parametrize("case", cases(), ids=str)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 class Ready(NamedTuple):
@@ -260,7 +262,7 @@ def test_tape_is_plain_training(case: Case, smooth_muon: None) -> None:
     assert_same(tape.buffers.values(), plain.buffers.values(), TO_TORCH)
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.learn != "everything"], ids=str)
+@each_case
 def test_tape_is_finite_differences(case: Case, smooth_muon: None) -> None:
     """Along two random directions, if there is more than one."""
     start, grads = ready(case).leaves, by_tape(case).grads
@@ -274,12 +276,13 @@ def test_tape_is_finite_differences(case: Case, smooth_muon: None) -> None:
         assert apart(slope, torch.tensor(expected)) < TO_DIFFERENCES, (slope, expected)
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.learn == "everything"], ids=str)
-def test_learning_everything_is_learning_each(case: Case) -> None:
+@pytest.mark.parametrize("backward", ALL, ids=repr)
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_learning_each_is_learning_everything(case: Case, backward: Any) -> None:
     together = by_tape(case).grads
     alone: dict[str, Tensor] = {}
     for learn in choices(*case[:2])[:-1]:
-        alone |= by_tape(case._replace(learn=learn)).grads
+        alone |= by_strategy(case._replace(learn=learn), backward).grads
     assert together.keys() == alone.keys()
     assert_same([together[name] for name in alone], alone.values())
 
@@ -298,8 +301,25 @@ def slope_of_differences(f: Any) -> float:
     return found[gaps.index(min(gaps)) + 1]
 
 
-@pytest.mark.parametrize("backward", EXACT, ids=repr)
-@each_case
+FURTHER = [
+    il.Remat(every=2),
+    il.Binomial(1),
+    il.Binomial(2),
+    il.Truncated(1000, within=il.Remat()),
+    il.Auto("1GB"),
+]
+FOR_FURTHER = [
+    Case("convolution", "Adam", "everything"),
+    Case("dropout", "SGD", "everything"),
+    Case("learned_loss", "RMSprop", "everything"),
+]
+FOLLOWED = [
+    *itertools.product(CASES, [il.Remat(), il.Forward()]),
+    *itertools.product(FOR_FURTHER, FURTHER),
+]
+
+
+@pytest.mark.parametrize(("case", "backward"), FOLLOWED, ids=str)
 def test_strategy_is_the_tape(case: Case, backward: Any) -> None:
     actual, tape = by_strategy(case, backward), by_tape(case)
     assert_same([actual.value, actual.losses], [tape.value, tape.losses])
@@ -350,7 +370,7 @@ def phi(inner: il.InnerLoop) -> dict[str, Tensor]:
 # The quadratic by hand. -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backward", [il.Tape(), *EXACT], ids=repr)
+@pytest.mark.parametrize("backward", ALL, ids=repr)
 def test_quadratic_is_as_derived_by_hand(backward: Any) -> None:
     r"""Two steps of SGD with momentum on ½ c (w - t)², elementwise, measured with c' and t'.
 

@@ -1,7 +1,5 @@
 """A task axis: every task as if it were called alone."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn, optim
@@ -9,6 +7,7 @@ from torch import nn, optim
 import innerloop as il
 from references import Net, assert_close, assert_derivative, batches, plain, squares
 from test_errors import refuses
+from ways import assert_as_loop, assert_same, gradients
 
 TASKS, STEPS = 3, 2
 
@@ -43,7 +42,7 @@ def seeding(model, batch):
 
 
 @pytest.mark.parametrize(
-    "backward", [il.Tape(), il.Remat(), il.Binomial(1), il.Forward(), il.Truncated(9)], ids=repr
+    "backward", [il.Tape(), il.Remat(), il.Forward(), il.Truncated(9)], ids=repr
 )
 @pytest.mark.parametrize(("make_model", "make"), [(Net, optim.SGD), (normed, optim.Adam)])
 def test_every_task_is_the_single_call(make_model, make, backward):
@@ -59,19 +58,6 @@ def test_every_task_is_the_single_call(make_model, make, backward):
             torch.autograd.grad(single, parameters),
             1e-11,
         )
-
-
-def test_the_mean_over_tasks_by_differences():
-    inner, train, val = built(normed)
-    assert_derivative(lambda: inner(train, val, tasks=True).mean(), inner.parameters())
-
-
-def test_the_model_stays_as_it_is():
-    inner, train, val = built(normed, optim.Adam, warm=2)
-    before = copy.deepcopy((inner.model.state_dict(), inner.optimizer.state_dict()))
-    inner(train, val, tasks=True).sum().backward()
-    now = (inner.model.state_dict(), inner.optimizer.state_dict())
-    assert repr(now) == repr(before)
 
 
 def test_adapted_models_of_all_tasks():
@@ -97,35 +83,6 @@ def test_adapted_models_of_all_tasks():
     assert_close([together.each[1](x[1])], [inner.adapt([one(b, 1) for b in train])(x[1])])
 
 
-def test_auxiliary_outputs_of_all_tasks():
-    inner, train, val = built(
-        loss=lambda m, b: (squares(m, b), {"w": m.head.weight, "n": "word", "k": b[0].sum()})
-    )
-    aux = inner.adapt(train, tasks=True).aux
-    assert aux["w"].shape == (TASKS, STEPS, 1, 3)
-    assert aux["n"] == [["word"] * STEPS] * TASKS
-    assert_close([aux["k"]], [torch.stack([x.sum((1, 2)) for x, _ in train], 1)])
-    assert inner(train, val, tasks=True).shape == (TASKS,)
-
-
-def test_losses_of_all_tasks_are_differentiable():
-    inner, train, _ = built()
-    weights = torch.rand(TASKS, STEPS)
-    assert_derivative(
-        lambda: (inner.adapt(train, tasks=True).losses * weights).sum(), inner.parameters()
-    )
-
-
-def test_without_gradients_no_graph_is_kept():
-    inner, train, val = built()
-    with torch.no_grad():
-        adapted = inner.adapt(train, tasks=True)
-        value = inner(train, val, tasks=True)
-    assert not value.requires_grad
-    assert not any(p.requires_grad for p in adapted.params.values())
-    assert not adapted.losses.requires_grad
-
-
 def test_random_numbers_are_drawn_task_after_task():
     def dropping():
         return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -137,6 +94,155 @@ def test_random_numbers_are_drawn_task_after_task():
     single = [inner.adapt([one(b, t) for b in train]).losses for t in range(TASKS)]
     assert_close([together], [torch.stack(single)])
     assert not torch.equal(together[0], together[1])
+
+
+# The ways to run them. ----------------------------------------------------------------------------
+
+LOOP = il.tasks.loop()
+each_way = pytest.mark.parametrize("way", [il.tasks.vmap(), il.tasks.threads(2)], ids=str)
+
+
+class Momentum(nn.Module):
+    """A learned optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(-2.0))
+        self.decay = nn.Parameter(torch.tensor(0.5))
+
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, params, grads, state):
+        state = {name: self.decay * s + grads[name] for name, s in state.items()}
+        return {n: p - self.rate.exp() * state[n] for n, p in params.items()}, state
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean of its outputs: each task is measured with its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        out = self.linear(x)
+        self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
+        return out - self.mean
+
+
+OPTIONS = {
+    "buffers that act": dict(make_model=Centered),
+    # The norm of one task's gradient, not of all tasks'.
+    "clipping": dict(grad_transform=il.clip_norm(0.05)),
+    "schedule": dict(
+        learn={"lr": il.Learn(per=("parameter", "step"), steps=STEPS), "init": True},
+        schedule=lambda step: 0.5**step,
+    ),
+    "first order": dict(make_model=normed, make=optim.Adam, first_order=True),
+    "learned optimizer": dict(make=lambda params, lr: Momentum(), learn=("init",)),
+}
+
+
+@each_way
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_the_loop_by_every_way(case, way):
+    assert_as_loop(*built(**OPTIONS[case]), way)
+
+
+@each_way
+def test_a_single_task_and_zero_steps_by_every_way(way):
+    inner, train, val = built(learn=("init",))
+    assert_as_loop(inner, [], val, way)
+    train, val = [tuple(p[:1] for p in b) for b in train], tuple(p[:1] for p in val)
+    assert_as_loop(inner, train, val, way)
+
+
+@each_way
+@pytest.mark.parametrize("repeated", [False, True])
+def test_learned_data_has_its_gradient_by_every_way(repeated, way):
+    inner, train, val = built()
+    root = torch.randn(2, requires_grad=True)
+    train = [train[0]] * 3 if repeated else train
+    leaves = [*{id(b): b[0] for b in train}.values(), val[1]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = []
+    for each in (way, LOOP):
+        given = train if repeated else [(x * root.exp(), y) for x, y in train]
+        losses = inner(given, val, tasks=each)
+        wanted = leaves if repeated else [*leaves, root]
+        found.append(torch.autograd.grad(losses.square().sum(), wanted))
+    assert_same(*found)
+    assert all(g.any() for g in found[0])
+
+
+@each_way
+def test_adapted_models_by_every_way(way):
+    inner, train, val = built(normed, optim.Adam, warm=1)
+    found, expected = (inner.adapt(train, tasks=each) for each in (way, LOOP))
+    assert_same(found.params.values(), expected.params.values())
+    assert_same(*([b.double() for b in a.buffers.values()] for a in (found, expected)))
+    assert_same([found.losses], [expected.losses])
+    assert_same([found(val[0])], [expected(val[0])])
+    assert list(found) == found.each
+    grads = [gradients((a(val[0]) ** 2).sum() + a.losses.sum(), inner) for a in (found, expected)]
+    assert_same(*grads)
+    written = []
+    for adapted in (found, expected):
+        model = normed()
+        optimizer = optim.Adam(model.parameters())
+        adapted.each[1].write_to(model, optimizer)
+        averages = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        written.append([*(p.detach() for p in model.parameters()), *averages])
+    assert_same(*written)
+
+
+@each_way
+def test_auxiliary_outputs_by_every_way(way):
+    inner, train, _ = built(
+        loss=lambda m, b: (squares(m, b), {"w": m.head.weight, "n": "word", "k": b[0].sum()})
+    )
+    found, expected = (inner.adapt(train, tasks=each).aux for each in (way, LOOP))
+    assert found["n"] == expected["n"] == [["word"] * STEPS] * TASKS
+    assert_same([found["w"], found["k"]], [expected["w"], expected["k"]])
+    assert_same(*(gradients(aux["w"].square().sum(), inner) for aux in (found, expected)))
+
+
+@each_way
+def test_a_run_that_goes_on_by_every_way(way):
+    outcomes = []
+    for each in (way, LOOP):
+        torch.manual_seed(3)
+        inner, train, val = built(learn=("lr",), backward=il.Truncated(1, carry=True))
+        values = [inner(train, val, tasks=each) for _ in range(3)]
+        outcomes.append([*values, *gradients(values[-1].sum(), inner)])
+    assert_same(*outcomes)
+
+
+@each_way
+def test_without_gradients_no_graph_is_kept(way):
+    inner, train, val = built(normed)
+    with torch.no_grad():
+        losses = inner(train, val, tasks=way)
+        adapted = inner.adapt(train, tasks=way)
+    assert not losses.requires_grad
+    assert not adapted.losses.requires_grad
+    assert not any(p.requires_grad for p in adapted.params.values())
+    assert_same([losses], [inner(train, val, tasks=LOOP)])
+    with torch.inference_mode():
+        assert_same([inner(train, val, tasks=way).clone()], [losses])
+
+
+@each_way
+def test_the_model_stays_as_it_is(way):
+    inner, train, val = built(normed, optim.Adam, warm=2)
+    kinds = [type(m) for m in inner.model.modules()]
+    before = repr((inner.model.state_dict(), inner.optimizer.state_dict()))
+    inner(train, val, tasks=way).sum().backward()
+    assert [type(m) for m in inner.model.modules()] == kinds
+    assert repr((inner.model.state_dict(), inner.optimizer.state_dict())) == before
 
 
 # What has a task axis. ----------------------------------------------------------------------------
@@ -160,14 +266,6 @@ def test_a_batch_that_is_repeated_stays_one_object():
     inner, (support, *_), _ = built(loss=loss)
     inner.adapt([support] * 4, tasks=il.tasks.loop())
     assert all(len(set(seen[4 * t : 4 * t + 4])) == 1 for t in range(TASKS))
-
-
-def test_a_single_task():
-    inner, train, val = built()
-    train, val = ([tuple(p[:1] for p in b) for b in data] for data in (train, [val]))
-    value = inner(train, val[0], tasks=True)
-    assert value.shape == (1,)
-    assert_close([value[0]], [inner([one(b, 0) for b in train], one(val[0], 0))])
 
 
 def test_what_is_no_tensor_belongs_to_all_tasks():
@@ -259,5 +357,5 @@ def test_calling_with_another_number_of_tasks_is_refused():
     inner, train, val = built()
     adapted = inner.adapt(train, tasks=True)
     for x in (val[0][:2], torch.cat([val[0], val[0]])):
-        with refuses():
+        with refuses("3 tasks"):
             adapted(x)

@@ -1,7 +1,6 @@
 """Tasks in threads: the loop's numbers, what threads must not share, and what runs in a loop."""
 
 import contextvars
-import os
 import subprocess
 import sys
 import threading
@@ -16,30 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import innerloop as il
 from references import Net, squares
 from test_errors import refuses
-from test_tasks import STEPS, TASKS, built, normed, seeding
-from ways import assert_same, gradients
+from test_tasks import built, normed, seeding
+from ways import assert_as_loop, assert_same, gradients
 
 LOOP = il.tasks.loop()
 
 
 def two():
     return il.tasks.threads(2)
-
-
-def both(inner, train, val, way=None):
-    """Losses and gradients by threads, and by the loop."""
-    found = []
-    for each in (two() if way is None else way, LOOP):
-        losses = inner(train, val, tasks=each)
-        weighted = (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
-        found.append((losses, gradients(weighted, inner)))
-    return found
-
-
-def assert_alike(inner, train, val, way=None):
-    (losses, grads), (expected_losses, expected) = both(inner, train, val, way)
-    assert_same([losses], [expected_losses])
-    assert_same(grads, expected)
 
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
@@ -51,7 +34,7 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 @pytest.mark.parametrize("n", [1, 2, 3, 7, None])
 def test_any_number_of_threads(n):
     inner, train, val = built(normed, optim.Adam, warm=2)
-    assert_alike(inner, train, val, il.tasks.threads(n))
+    assert_as_loop(inner, train, val, il.tasks.threads(n))
 
 
 def test_tasks_run_in_threads_of_their_own():
@@ -71,7 +54,7 @@ def test_what_the_caller_has_set_by_a_context_variable_holds_in_threads():
     inner, train, val = built(loss=lambda model, batch: VARIABLE.get() * squares(model, batch))
     token = VARIABLE.set(3.0)
     try:
-        assert_alike(inner, train, val)
+        assert_as_loop(inner, train, val, two())
     finally:
         VARIABLE.reset(token)
 
@@ -101,7 +84,7 @@ def test_what_is_around_one_thread_only_has_the_tasks_run_in_a_loop(context):
     assert_same([found], [expected])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_alike(inner, train, val, way)
+        assert_as_loop(inner, train, val, way)
 
 
 def test_the_way_may_be_the_loops_own():
@@ -110,31 +93,6 @@ def test_the_way_may_be_the_loops_own():
     assert_same([inner(train, val, tasks=True)], [inner(train, val, tasks=LOOP)])
     single = inner([tuple(p[0] for p in b) for b in train], tuple(p[0] for p in val), tasks=False)
     assert single.shape == ()
-
-
-@pytest.mark.parametrize("repeated", [False, True])
-def test_learned_data_has_its_gradient(repeated):
-    inner, train, val = built()
-    train = [train[0]] * 3 if repeated else train
-    leaves = [*{id(b): b[0] for b in train}.values(), val[1]]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    found = []
-    for way in (two(), LOOP):
-        losses = inner(train, val, tasks=way)
-        found.append(torch.autograd.grad((losses * losses).sum(), leaves))
-    assert_same(*found)
-    assert all(g.abs().sum() > 0 for g in found[0])
-
-
-def test_data_that_was_computed_has_its_gradient():
-    inner, train, val = built()
-    root = torch.randn(2, requires_grad=True)
-    found = []
-    for way in (two(), LOOP):
-        given = [(x * root.exp(), y) for x, y in train]
-        found.append(torch.autograd.grad(inner(given, val, tasks=way).sum(), [root]))
-    assert_same(*found)
 
 
 def test_gradients_in_grad_of_the_model():
@@ -201,7 +159,7 @@ def test_a_backward_that_is_not_linear():
     inner, train, val = built(
         loss=lambda model, batch: (Clipped.apply(model(batch[0])) - batch[1]).square().mean()
     )
-    assert_alike(inner, train, val)
+    assert_as_loop(inner, train, val, two())
 
 
 def test_a_task_that_diverged_and_is_left_out():
@@ -213,26 +171,6 @@ def test_a_task_that_diverged_and_is_left_out():
         assert losses[1] > 1e100
         found.append(gradients(losses[losses < 1e100].mean(), inner))
     assert_same(*found)
-
-
-FORKED = """
-import os, torch, innerloop as il
-
-model, batch = torch.nn.Linear(2, 2), torch.ones(3, 4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-inner = il.InnerLoop(model, optimizer, lambda model, batch: model(batch).square().mean())
-inner([batch], batch, tasks=il.tasks.threads(2)).sum().backward()
-child = os.fork()
-if child == 0:
-    inner([batch], batch, tasks=il.tasks.threads(2)).sum().backward()
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_threads_after_a_fork():
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
 
 
 def test_a_second_backward_without_retain_graph_is_refused_as_by_torch():
@@ -250,55 +188,7 @@ def test_create_graph_is_refused():
         gradients(losses.sum(), inner, create_graph=True)
 
 
-def test_adapted_models():
-    inner, train, val = built(normed, optim.Adam, warm=1)
-    found, expected = (inner.adapt(train, tasks=way) for way in (two(), LOOP))
-    assert_same(found.params.values(), expected.params.values())
-    assert_same(
-        [b.double() for b in found.buffers.values()],
-        [b.double() for b in expected.buffers.values()],
-    )
-    assert_same([found.losses], [expected.losses])
-    grads = [gradients((a(val[0]) ** 2).sum() + a.losses.sum(), inner) for a in (found, expected)]
-    assert_same(*grads)
-    assert list(found) == found.each
-    for one in found:
-        one.write_to(Net() if isinstance(inner.model, Net) else normed())
-
-
-def test_auxiliary_outputs():
-    inner, train, _ = built(
-        loss=lambda m, b: (squares(m, b), {"w": m.head.weight, "n": "word", "k": b[0].sum()})
-    )
-    found, expected = (inner.adapt(train, tasks=way).aux for way in (two(), LOOP))
-    assert found["n"] == expected["n"] == [["word"] * STEPS] * TASKS
-    assert_same([found["w"], found["k"]], [expected["w"], expected["k"]])
-    assert_same(*(gradients(aux["w"].square().sum(), inner) for aux in (found, expected)))
-
-
-def test_a_run_that_goes_on():
-    outcomes = []
-    for make in (two, il.tasks.loop):
-        torch.manual_seed(3)
-        inner, train, val = built(learn=("lr",), backward=il.Truncated(1, carry=True))
-        values = [inner(train, val, tasks=make()) for _ in range(3)]
-        outcomes.append([*values, *gradients(values[-1].sum(), inner)])
-    assert_same(*outcomes)
-
-
 # What threads have to be told. ------------------------------------------------------------------
-
-
-def test_without_gradients():
-    inner, train, val = built()
-    with torch.no_grad():
-        losses = inner(train, val, tasks=two())
-        adapted = inner.adapt(train, tasks=two())
-    assert not losses.requires_grad
-    assert not any(p.requires_grad for p in adapted.params.values())
-    assert_same([losses], [inner(train, val, tasks=LOOP)])
-    with torch.inference_mode():
-        assert_same([inner(train, val, tasks=two()).clone()], [losses])
 
 
 def test_autocast_holds_in_threads():
@@ -336,7 +226,7 @@ def test_the_number_of_threads_of_torch_is_restored(before):
             raise KeyError("no")
 
         inner.loss = wrong
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="no"):
             inner(train, val, tasks=two())
         assert torch.get_num_threads() == before
     finally:
@@ -357,21 +247,7 @@ def test_an_error_in_a_task_is_its_own(kind):
     with pytest.raises(kind, match="task number one is wrong"):
         inner(train, val, tasks=two())
     marked[0] = torch.zeros(())
-    assert_alike(inner, train, val)
-
-
-def test_the_model_stays_as_it_is():
-    inner, train, val = built(normed, optim.Adam, warm=2)
-    before = repr((inner.model.state_dict(), inner.optimizer.state_dict()))
-    inner(train, val, tasks=two()).sum().backward()
-    assert repr((inner.model.state_dict(), inner.optimizer.state_dict())) == before
-
-
-def test_the_default_dtype_and_grad_mode_of_the_caller_come_back():
-    inner, train, val = built()
-    inner(train, val, tasks=two())
-    assert torch.get_default_dtype() == torch.float64
-    assert torch.is_grad_enabled()
+    assert_as_loop(inner, train, val, two())
 
 
 # What runs in a loop. ---------------------------------------------------------------------------
@@ -417,9 +293,10 @@ def test_a_model_that_draws_no_more_runs_in_threads_again():
     assert threading.get_ident() not in seen
 
 
-def test_a_closed_over_tensor_has_its_gradient_in_a_loop():
+@pytest.mark.parametrize("where", ["loss", "val_loss"])
+def test_a_closed_over_tensor_has_its_gradient_in_a_loop(where):
     scale = torch.tensor(1.5, requires_grad=True)
-    inner, train, val = built(loss=lambda m, b: scale * squares(m, b))
+    inner, train, val = built(**{where: lambda m, b: scale * squares(m, b)})
     way = two()
     with pytest.warns(UserWarning, match="was not given") as found:
         losses = inner(train, val, tasks=way)
@@ -445,17 +322,6 @@ def test_a_tensor_closed_over_at_the_last_task_only():
     with pytest.warns(UserWarning, match="was not given"):
         losses = inner(train, val, tasks=two())
     assert torch.autograd.grad(losses.sum(), [scale])[0] != 0
-
-
-def test_a_validation_loss_that_closes_over_a_tensor():
-    scale = torch.tensor(1.5, requires_grad=True)
-    inner, train, val = built(val_loss=lambda m, b: scale * squares(m, b))
-    with pytest.warns(UserWarning, match="was not given"):
-        losses = inner(train, val, tasks=two())
-    expected = inner(train, val, tasks=LOOP)
-    assert_same(
-        torch.autograd.grad(losses.sum(), [scale]), torch.autograd.grad(expected.sum(), [scale])
-    )
 
 
 def test_without_gradients_a_closed_over_tensor_is_no_reason():
@@ -501,33 +367,37 @@ def test_calls_from_several_threads_at_once():
         assert_same([losses], [expected])
 
 
-NESTED = """
-import torch
-from torch import nn
-import innerloop as il
+SCRIPT = """
+import os, torch, innerloop as il
 
 def squares(model, batch):
     return (model(batch) - 1).square().mean()
 
 def built(loss):
-    model = nn.Linear(2, 1)
+    model = torch.nn.Linear(2, 1)
     return il.InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
-x = torch.ones(4, 3, 2)
+x, way = torch.ones(4, 3, 2), il.tasks.threads(2)
 inner = built(squares)
 
-def loss(model, batch):
+def nesting(model, batch):
     with torch.no_grad():
         inner([x], x, tasks=il.tasks.threads(2))
     return squares(model, batch)
 
-built(loss)([x], x, tasks=il.tasks.threads(2)).sum().backward()
+built(nesting)([x], x, tasks=way).sum().backward()
+if hasattr(os, "fork"):
+    child = os.fork()
+    if child == 0:
+        inner([x], x, tasks=il.tasks.threads(2)).sum().backward()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
 
 
-def test_tasks_in_threads_inside_a_task_in_a_thread():
-    """They must not wait for the threads they run in; in a process that can be ended if they do."""
-    subprocess.run([sys.executable, "-c", NESTED], check=True, timeout=40)
+def test_threads_inside_threads_and_after_a_fork():
+    """They must not wait for threads they run in; in a process that can be ended if they do."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
 
 def test_draws_after_which_the_random_state_is_put_back():
@@ -538,22 +408,9 @@ def test_draws_after_which_the_random_state_is_put_back():
     assert_same([losses], [inner(train, val, tasks=LOOP)])
 
 
-def test_a_model_with_a_hook_runs_in_a_loop():
-    kept = {}
-
-    def loss(model, batch):
-        return squares(model, batch) + kept["features"].square().mean()
-
-    inner, train, val = built(loss=loss)
-    inner.model.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out))
-    with pytest.warns(UserWarning, match="Linear has a forward hook"):
-        losses = inner(train, val, tasks=two())
-    assert_same([losses], [inner(train, val, tasks=LOOP)])
-
-
-def test_a_hook_on_a_module_that_the_loss_holds():
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_a_forward_hook_has_the_tasks_run_in_a_loop(where):
     kept, teacher = {}, Net()
-    teacher.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out))
 
     def loss(model, batch):
         with torch.no_grad():
@@ -561,6 +418,8 @@ def test_a_hook_on_a_module_that_the_loss_holds():
         return squares(model, batch) + (model.body(batch[0]) - kept["features"]).square().mean()
 
     inner, train, val = built(loss=loss)
+    hooked = inner.model if where == "model" else teacher
+    hooked.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out.detach()))
     with pytest.warns(UserWarning, match="Linear has a forward hook"):
         losses = inner(train, val, tasks=two())
     assert_same([losses], [inner(train, val, tasks=LOOP)])
@@ -575,7 +434,7 @@ def test_hooks_of_torch_are_no_reason():
         inner, train, val = built(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_alike(inner, train, val)
+        assert_as_loop(inner, train, val, two())
 
 
 def test_no_task_goes_on_after_an_error():

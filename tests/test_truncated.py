@@ -14,9 +14,9 @@ from innerloop.learned import LSTMOptimizer
 from problems import Net
 from strategies import assert_same
 
-WITHIN = [il.Tape(), il.Remat(), il.Remat(every=2), il.Binomial(1), il.Binomial(2), il.Forward()]
+WITHIN = [il.Tape(), il.Remat(every=2), il.Binomial(1), il.Forward()]
 each_within = pytest.mark.parametrize("within", WITHIN, ids=repr)
-NAMES = ["mlp", "dropout", "convolution", "lstm"]
+NAMES = ["mlp", "dropout", "convolution"]
 
 
 def cut(state: il.State) -> il.State:
@@ -46,7 +46,7 @@ def by_hand(loop: Training, train: list[Any], k: int) -> tuple[il.State, Tensor]
 
 
 @each_within
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("name", NAMES)
 def test_truncated_is_truncation_by_detach(name: str, k: int, within: Any) -> None:
     found = []
@@ -133,7 +133,7 @@ def test_a_meta_parameter_that_went_into_the_state_is_cut_there(within: Any) -> 
 
 
 @each_within
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_outputs_are_joined_as_those_of_the_tape(ragged: bool, k: int, within: Any) -> None:
     """Lists, tuples and mappings of outputs, of one shape or of several."""
@@ -213,6 +213,7 @@ def test_a_carried_state_goes_on_from_call_to_call(name: str, within: Any) -> No
     calls = []
     for first in (0, 2, 4):
         value = inner(batches[first : first + 2], val)
+        # Its graph is freed before the next call: what is carried has no history.
         calls.append([value, *torch.autograd.grad(value, list(inner.parameters()))])
 
     loop, _, _ = training(name)
@@ -228,29 +229,18 @@ def test_a_carried_state_goes_on_from_call_to_call(name: str, within: Any) -> No
         assert_same(grads, torch.autograd.grad(expected, [lr, momentum]))
 
 
-def test_the_model_and_its_optimizer_stay_as_they_are() -> None:
-    inner, train, val = online(il.Truncated(2, carry=True))
-    before = [p.clone() for p in inner.model.parameters()]
-    for _ in range(3):
-        inner(train[:2], val)
-    assert_same(inner.model.parameters(), before, 0)
-    assert not inner.optimizer.state
-
-
-def test_without_carry_every_call_starts_anew() -> None:
+def test_only_a_carried_run_goes_on_until_it_is_restarted() -> None:
     inner, train, val = online(il.Truncated(2))
-    assert torch.equal(inner(train[:2], val), inner(train[:2], val))
-    carrying, _, _ = online(il.Truncated(2, carry=True))
-    assert torch.equal(inner(train[:2], val), carrying(train[:2], val))
-    assert not torch.equal(inner(train[:2], val), carrying(train[:2], val))
-
-
-def test_restart_forgets_what_was_carried() -> None:
-    inner, train, val = online(il.Truncated(2, carry=True))
     first = inner(train[:2], val)
-    inner(train[:2], val)
-    inner.restart()
     assert torch.equal(inner(train[:2], val), first)
+    carrying, _, _ = online(il.Truncated(2, carry=True))
+    before = [p.clone() for p in carrying.model.parameters()]
+    assert torch.equal(carrying(train[:2], val), first)
+    assert not torch.equal(carrying(train[:2], val), first)
+    assert_same(carrying.model.parameters(), before, 0)
+    assert not carrying.optimizer.state
+    carrying.restart()
+    assert torch.equal(carrying(train[:2], val), first)
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["one", "tasks"])
@@ -291,14 +281,6 @@ def test_a_run_that_is_saved_half_way_goes_on(kind: str, tasks: bool) -> None:
     other.backward = il.Tape()
     other.load_state_dict(inner.state_dict())
     assert torch.equal(other([x] * 2, x), expected)
-
-
-def test_a_carried_state_has_no_history() -> None:
-    """The graph of one call can be freed before the next."""
-    inner, train, val = online(il.Truncated(3, carry=True))
-    for _ in range(3):
-        inner(train, val).backward()
-    assert all(p.grad is not None for p in inner.parameters())
 
 
 def test_adapt_goes_on_as_well() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn, optim
 
 import innerloop as il
 from inner_problems import NORMS, PROBLEMS, squares
-from test_strategies import ON_EVERY_PROBLEM, ON_ONE, Case, Ready, choices, ready
-from ways import ENGINES, LOOP, VMAP, WHOLE, Engine, assert_same, gap, gradients
+from test_strategies import OPTIMIZERS, Case, Ready, choices, ready
+from ways import ENGINES, LOOP, STEP, THREADS, VMAP, WHOLE, Engine, assert_same, gap, gradients
 
 TASKS = 3  # not divisible by two threads
 STEPS = 2
@@ -79,42 +79,31 @@ def assert_alike(actual: Outcome, expected: Outcome) -> None:
 
 
 def table() -> list[Any]:
-    """Every problem with every optimizer, and every choice of what is learned on some.
+    """Every problem with Adam, every optimizer on one problem, and each part learned alone.
 
     Dropout draws other numbers in every engine, and LBFGS and LSTMs cannot be batched: see below.
     Tracing takes seconds, so compiled engines leave most of the table to slow runs.
     """
-    problems = [p for p in PROBLEMS | NORMS if p != "dropout"]
-    rows = [(p, o) for p in problems for o in ON_EVERY_PROBLEM]
-    rows += [("quadratic", o) for o in ON_ONE if o != "LBFGS"]
+    rows = [(p, "Adam") for p in PROBLEMS | NORMS if p != "dropout"]
+    rows += [("quadratic", o) for o in OPTIMIZERS if o not in ("Adam", "LBFGS")]
+    cases = [Case(*row, "everything") for row in rows]
+    cases += [Case("mlp", "SGD", learn) for learn in choices("mlp", "SGD")[:-1]]
     found = []
-    for problem, optimizer in rows:
-        for learn in choices(problem, optimizer):
-            for engine in ENGINES:
-                if problem == "lstm" and (engine is VMAP or engine.unit):
-                    continue
-                if learn != "everything" and problem not in ("quadratic", "mlp", "learned_loss"):
-                    continue
-                if learn != "everything" and optimizer in ON_ONE:
-                    continue
-                case = Case(problem, optimizer, learn)
-                marks = () if _is_quick(case, engine) else (pytest.mark.slow,)
-                found.append(pytest.param(case, engine, marks=marks, id=f"{case}-{engine}"))
+    for case, engine in itertools.product(cases, ENGINES):
+        if case.problem == "lstm" and engine is not THREADS:
+            continue
+        slow = engine.unit is not None and (str(case), engine) not in QUICK
+        marks = (pytest.mark.slow,) if slow else ()
+        found.append(pytest.param(case, engine, marks=marks, id=f"{case}-{engine}"))
     return found
 
 
-def _is_quick(case: Case, engine: Engine) -> bool:
-    if case.learn != "everything":
-        chosen = ("mlp", "SGD") if engine.unit is None else ("quadratic", "Adam")
-        if case.learn == "loss":
-            return engine.unit is None
-        return (case.problem, case.optimizer) == chosen
-    if engine.unit is None or (case.problem == "quadratic" and case.optimizer != "Muon"):
-        return True
-    quick = {"mlp", "norm"}
-    if engine.unit == "step":
-        quick |= {"convolution", "norm_bare", "tied", "frozen", "learned_loss"}
-    return case.problem in quick and case.optimizer == "SGD"
+QUICK = [
+    ("quadratic-SGD-everything", WHOLE),
+    ("quadratic-Adam-everything", STEP),
+    ("learned_loss-Adam-everything", STEP),
+    ("frozen-Adam-everything", STEP),
+]
 
 
 @pytest.mark.parametrize(("case", "engine"), table())
@@ -147,35 +136,26 @@ def test_what_cannot_be_batched_has_the_loops_result(problem: str, engine: Engin
 
 STRATEGIES = [
     il.Tape(),
-    il.Remat(),
     il.Remat(every=2),
     il.Binomial(1),
-    il.Truncated(1000),
     il.Truncated(1000, within=il.Remat()),
     il.Auto("1GB"),
+    il.Forward(),
 ]
-each_engine = pytest.mark.parametrize("engine", ENGINES, ids=str)
+FOLLOWED = [
+    *itertools.product(["norm"], STRATEGIES, [THREADS, VMAP]),
+    ("quadratic", il.Binomial(1), WHOLE),
+]
+each_way = pytest.mark.parametrize("engine", [THREADS, VMAP], ids=str)
 
 
-def strategies() -> list[Any]:
-    """On two problems; where tracing takes seconds, those that are compiled differently."""
-    found: list[Any] = [("norm", b, e) for b in STRATEGIES for e in ENGINES if e.unit is None]
-    for backward, engine in itertools.product(STRATEGIES, ENGINES):
-        if engine is WHOLE and isinstance(backward, il.Truncated):
-            continue  # runs eagerly: see the tests of compilation
-        alike = isinstance(backward, il.Tape | il.Remat | il.Auto) or backward == il.Truncated(1000)
-        marks = (pytest.mark.slow,) if engine.unit and alike else ()
-        found.append(pytest.param("quadratic", backward, engine, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("problem", "backward", "engine"), strategies(), ids=str)
+@pytest.mark.parametrize(("problem", "backward", "engine"), FOLLOWED, ids=str)
 def test_every_strategy_is_the_loops_tape(problem: str, backward: Any, engine: Engine) -> None:
     case = Case(problem, "Adam", "everything")
     assert_alike(outcome(case, engine, backward), by_loop(case))
 
 
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e is not WHOLE], ids=str)
+@each_way
 @pytest.mark.parametrize("backward", [il.Truncated(1), il.Truncated(1, il.Remat())], ids=repr)
 def test_truncation_is_the_loops(backward: Any, engine: Engine) -> None:
     case = Case("quadratic", "Adam", "lr")
@@ -184,20 +164,8 @@ def test_truncation_is_the_loops(backward: Any, engine: Engine) -> None:
     assert_alike(outcome(case, engine, backward), truncated)
 
 
-@each_engine
-def test_forward_mode_is_the_loops_tape(engine: Engine) -> None:
-    case = Case("norm" if engine.unit is None else "quadratic", "Adam", "everything")
-    if engine.unit is None:
-        assert_alike(outcome(case, engine, il.Forward()), by_loop(case))
-        return
-    with pytest.warns(UserWarning, match="cannot be compiled.*Forward"):
-        actual = outcome(case, engine, il.Forward(), checked=False)
-    assert_alike(actual, by_loop(case))
-
-
-@each_engine
-@pytest.mark.parametrize("iterations", [1, 100])
-@pytest.mark.parametrize("solver", ["cg", "gmres"])
+@each_way
+@pytest.mark.parametrize(("solver", "iterations"), [("cg", 1), ("gmres", 100)])
 def test_implicit_gradients_are_the_loops(solver: str, iterations: int, engine: Engine) -> None:
     """Tasks of different curvature, each with a linear system of its own, solved or not."""
 
@@ -216,15 +184,14 @@ def test_implicit_gradients_are_the_loops(solver: str, iterations: int, engine: 
         *train, val = [
             (sizes * torch.randn(TASKS, 5, 2), torch.randn(TASKS, 5, 1)) for _ in range(2)
         ]
-        losses = engine.ready(inner)(train * 80, val, tasks=engine.way)
+        losses = inner(train * 80, val, tasks=engine.way)
         return losses, gradients((losses * torch.linspace(0.5, 1.5, TASKS)).sum(), inner)
 
     expected_losses, expected = run(LOOP)
-    batched = isinstance(engine.way, il.tasks.vmap)
-    if engine.unit is None and not batched:
-        losses, grads = run(engine)
-    else:
+    if engine is VMAP:
         with pytest.warns(UserWarning, match="Implicit"):
             losses, grads = run(engine)
+    else:
+        losses, grads = run(engine)
     assert_same([losses], [expected_losses])
     assert_same(grads, expected)

@@ -86,3 +86,14 @@ def gradients(value: Tensor, inner: il.InnerLoop, **options: Any) -> list[Tensor
 def assert_same(actual: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float = SAME):
     found = gap(actual, expected)
     assert found <= tolerance, found
+
+
+def assert_as_loop(inner: il.InnerLoop, train: Any, val: Any, way: il.tasks.Way) -> None:
+    """Losses, and the gradient of their sum with unequal weights."""
+    found = []
+    for each in (way, il.tasks.loop()):
+        losses = inner(train, val, tasks=each)
+        weighted = (losses * torch.linspace(0.5, 1.5, len(losses))).sum()
+        found.append(([losses], gradients(weighted, inner)))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
