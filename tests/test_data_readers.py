@@ -20,7 +20,6 @@ from hostile import TIMES, TRIED
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
 from innerloop.data.archive import ENDINGS
-from innerloop.data.pickles import nesting
 from innerloop.errors import InnerLoopError
 
 SPLITS = (3, 1, 2)
@@ -233,27 +232,12 @@ def test_what_is_transparent_is_white(tmp_path, mode):
         assert found.sum() == 12 * 255 and found[1:3, 1:3].sum() == 0
 
 
-def test_a_pipe_among_the_images_does_not_hang(tmp_path):
-    datasets.write(tmp_path, datasets.folder_files())
-    os.mkfifo(tmp_path / "train" / "train_class0" / "9.png")
-    with pytest.raises(InnerLoopError, match="not a file"):
-        folder(tmp_path)
-
-
 @needs_links
-def test_a_link_in_a_circle_does_not_hang(tmp_path):
+def test_a_link_in_a_circle_is_refused(tmp_path):
     datasets.write(tmp_path, datasets.folder_files())
     (tmp_path / "train" / "again").symlink_to(tmp_path, target_is_directory=True)
-    assert len(folder(tmp_path).train) == 3
-
-
-@needs_links
-def test_two_folders_that_link_to_each_other_do_not_hang(tmp_path):
-    datasets.write(tmp_path, datasets.folder_files())
-    for name, other in (("one", "two"), ("two", "one")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "link").symlink_to(tmp_path / other, target_is_directory=True)
-    assert len(folder(tmp_path).train) == 3
+    with pytest.raises(InnerLoopError, match="Too many levels of symbolic links"):
+        folder(tmp_path)
 
 
 @needs_links
@@ -372,14 +356,14 @@ CIFAR_MISTAKES = {
     "code by protocol 4": (pickle.dumps({b"data": Evil()}, protocol=4), r"posix.system|nt.system"),
     "eval": (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.", "__builtin__.eval"),
     "other names": (pickle.dumps({b"data": io.BytesIO}, protocol=2), "_io.BytesIO"),
-    "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "memo"),
+    "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "cannot be read"),
     "objects": (altered(data=np.array([None])), "not of type uint8"),
     "floats": (altered(data=np.zeros((2, 3072))), "not of type uint8"),
     "column by column": (altered(data=np.zeros((2, 3072), np.uint8, order="F")), "row by row"),
     "other shape": (altered(data=np.zeros((2, 9), np.uint8)), r"data \[2, 9\] for 2 labels"),
     "too few labels": (altered(labels=[1]), "for 1 labels"),
     "labels past the end": (altered(labels=[1, 10]), "from 0 to 9"),
-    "no labels": (altered(labels=None), "no list 'labels'"),
+    "no labels": (pickle.dumps({b"data": np.zeros((1, 3072), np.uint8)}, 2), "labels"),
     "a list": (pickle.dumps([1], protocol=2), "a list, not a dictionary"),
     "changing a stand-in": (b"\x80\x02cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb.", "cannot be"),
     "empty": (b"", "cannot be read"),
@@ -399,26 +383,6 @@ def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
     assert not (tmp_path / "evil").exists()
 
 
-def test_objects_nested_without_end_are_refused(tmp_path):
-    """Python would take the hash of the key by recursion, and crash."""
-    evil = b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."
-    files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_1": evil}
-    datasets.write(tmp_path / "cifar-10-python.tar.gz", files)
-    with pytest.raises(InnerLoopError, match="nested more than 200 deep"):
-        cifar10(tmp_path)
-
-
-def test_nesting():
-    for depth in (1, 5, 50):
-        value = ()
-        for _ in range(depth):
-            value = (value, {"a": [1, 2, 3]})
-        for protocol in (2, 4):
-            assert depth <= nesting(pickle.dumps(value, protocol)) <= depth + 4
-    long = {f"{k}": [[k]] * 5 for k in range(3000)}
-    assert nesting(pickle.dumps(long, 2)) <= 5
-
-
 def test_cifar10_with_a_missing_file(tmp_path):
     files = datasets.cifar_files()
     del files["cifar-10-batches-py/data_batch_5"]
@@ -427,38 +391,23 @@ def test_cifar10_with_a_missing_file(tmp_path):
         cifar10(tmp_path)
 
 
-def special_member(kind):
-    info = tarfile.TarInfo("cifar-10-batches-py/link")
-    info.type, info.linkname = kind, "/etc/passwd"
-    return info
-
-
-BAD_NAMES = {
-    "../outside": "leads out",
-    "a/../../outside": "leads out",
-    "a\\..\\..\\outside": "leads out",
-    "/absolute": "absolute",
-    "C:\\absolute": "absolute",
-    "\\absolute": "absolute",
-}
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_unsafe_names_are_refused(tmp_path, name):
-    inside = tmp_path / "inside"
-    datasets.write(inside / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"evil"})
-    datasets.write(inside / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"evil"})
+@pytest.mark.parametrize(
+    "name", ["a/../../outside", "a\\..\\..\\outside", "/absolute", "C:\\absolute", "\\absolute"]
+)
+def test_names_that_lead_out_of_an_archive_are_refused(tmp_path, name):
+    datasets.write(tmp_path / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"x"})
+    datasets.write(tmp_path / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"x"})
     for read in (mini_imagenet, cifar10):
-        with pytest.raises(InnerLoopError, match=BAD_NAMES[name]):
-            read(inside)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
+        with pytest.raises(InnerLoopError, match="leads out of the archive"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_links_in_a_tar_are_refused(tmp_path, kind):
-    path = tmp_path / "cifar-10-python.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        archive.addfile(special_member(kind))
+    info = tarfile.TarInfo("cifar-10-batches-py/link")
+    info.type, info.linkname = kind, "/etc/passwd"
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
+        archive.addfile(info)
     with pytest.raises(InnerLoopError, match="link or a device"):
         cifar10(tmp_path)
 
