@@ -164,9 +164,11 @@ class Tracer(TorchFunctionMode):
     model, in whose place those of the replica should be used.
     """
 
-    def __init__(self, names: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, stage: str, names: Mapping[str, Tensor], outside: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
-        self.stage = "loss"
+        self.stage = stage
         self.cuts: list[Cut] = []
         self.calls: list[Call] = []
         self.used: set[str] = set()
