@@ -15,7 +15,6 @@ from innerloop.diagnose.difference import Movable, Noise, compare_all
 from innerloop.diagnose.judge import Evidence, build_row, join, notes
 from innerloop.diagnose.report import Difference, Finding, Report
 from innerloop.diagnose.runs import Runs, custom_functions
-from innerloop.errors import InnerLoopError
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
 
@@ -52,7 +51,7 @@ def diagnose(
     the same without .detach()
     """
     if not isinstance(inner, InnerLoop):
-        raise InnerLoopError(advice.not_an_inner_loop(inner))
+        raise advice.not_an_inner_loop(inner)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = Runs(inner, train, val, bool(inner.tasks if tasks is None else tasks))
@@ -72,14 +71,16 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     seen.differences = _differences(runs, seen, noise, checks)
     memory = runs.attempt(runs.forecast)[0] if runs.steps else None
     seen.changed = runs.changed
-    seen.warnings = _texts(caught)
 
     pairs = [build_row(seen, p) for p in runs.phi]
     rows = tuple(row for row, _ in pairs)
     findings = [finding for _, finding in pairs if finding is not None]
     findings += notes(seen, rows, findings)
+    findings += [Finding("note", f"A warning was given: {text}") for text in _texts(caught)]
     if len(rows) > checks:
-        findings.append(Finding("note", advice.checked_together(len(rows)).problem))
+        together = "For finite differences, parameters of the same part were moved together; "
+        findings.append(Finding("note", f"{together}checks={len(rows)} moves each by itself."))
+    norms = seen.norms
     return Report(
         rows,
         join(findings),
@@ -87,8 +88,8 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
         runs.steps,
         value,
         losses or (),
-        () if seen.norms is None else seen.norms.grad_norms,
-        () if seen.norms is None else seen.norms.b_norms,
+        () if norms is None else norms.grad_norms,
+        () if norms is None else norms.b_norms,
         memory,
     )
 

@@ -64,6 +64,8 @@ class Finding(NamedTuple):
     rows: tuple[str, ...] = ()
     message: str = ""
     """The error that was raised, in full."""
+    requirement: str = ""
+    """The requirement of the paper that does not hold, if it is not that of the rows."""
 
 
 @dataclass(frozen=True, repr=False)
