@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop.diagnose import advice
-from innerloop.diagnose.difference import Movable, Noise, compare_all
+from innerloop.diagnose.difference import Noise, compare_all
 from innerloop.diagnose.judge import Evidence, build_row, join, notes
 from innerloop.diagnose.report import Difference, Finding, Report
 from innerloop.diagnose.runs import Runs, custom_functions
@@ -66,7 +66,6 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
         results, _ = runs.attempt(lambda: runs.trace_step(seen.step))
         seen.functions = custom_functions(results or [])
     runs.attempt(lambda: runs.trace_val(seen.val))
-    losses, _ = runs.attempt(runs.losses)
     value, noise = _noise(runs, seen)
     seen.differences = _differences(runs, seen, noise, checks)
     memory = runs.attempt(runs.forecast)[0] if runs.steps else None
@@ -87,7 +86,7 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
         str(runs.inner.backward),
         runs.steps,
         value,
-        losses or (),
+        () if norms is None else norms.losses,
         () if norms is None else norms.grad_norms,
         () if norms is None else norms.b_norms,
         memory,
@@ -117,15 +116,15 @@ def _differences(
 ) -> dict[str, Difference]:
     if isinstance(noise, str):
         return {p.name: Difference("not judged", why=noise) for p in runs.phi}
-    grads = seen.grads or {}
-    movable = [Movable(p.name, p.part, p.tensor, grads.get(p.name)) for p in runs.phi]
     exact = advice.approximation(runs.inner, runs.steps) is None
 
     def evaluate(moved: Sequence[Tensor]) -> float:
         runs.restore(moved)
         return float(runs.value())
 
-    found, _ = runs.attempt(lambda: compare_all(evaluate, noise, movable, checks, exact))
+    found, _ = runs.attempt(
+        lambda: compare_all(evaluate, noise, runs.phi, seen.grads or {}, checks, exact)
+    )
     return found or {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from innerloop.diagnose import advice
 from innerloop.diagnose.report import Difference
+from innerloop.diagnose.runs import MetaParameter
 
 # Multiples of the usual best width, tried in this order until one is precise enough.
 _WIDTHS = (1.0, 1 / 16, 16.0, 1 / 256)
 
 Evaluate = Callable[[Sequence[Tensor]], float]
 """Computes L_val; it is given the tensors that are moved."""
+Group = Sequence[MetaParameter]
+Grads = Mapping[str, Tensor | None]
 
 
 class Noise(NamedTuple):
@@ -31,30 +34,16 @@ class Noise(NamedTuple):
         return 4 * self.eps * abs(self.value) + self.spread
 
 
-class Movable(NamedTuple):
-    """A meta-parameter that is moved, and its gradient."""
-
-    name: str
-    part: str
-    tensor: Tensor
-    grad: Tensor | None
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.grad is not None and bool(self.grad.any())
-
-
-Group = Sequence[Movable]
-
-
 class Quotient(NamedTuple):
+    """The change of L_val along a direction, divided by the way."""
+
     slope: float
     uncertainty: float
     width: float
 
 
 def compare_all(
-    evaluate: Evaluate, noise: Noise, params: Group, checks: int, exact: bool
+    evaluate: Evaluate, noise: Noise, params: Group, grads: Grads, checks: int, exact: bool
 ) -> dict[str, Difference]:
     """The comparison of every gradient, by name.
 
@@ -62,10 +51,10 @@ def compare_all(
     each of it is moved by itself, unless the gradient is approximate anyway (not ``exact``).
     """
     found: dict[str, Difference] = {}
-    for group in _groups(params, checks):
-        result = compare(evaluate, noise, group)
+    for group in _groups(params, grads, checks):
+        result = compare(evaluate, noise, group, grads)
         if exact and result.verdict == "differs" and len(group) > 1:
-            found |= {p.name: compare(evaluate, noise, [p]) for p in group}
+            found |= {p.name: compare(evaluate, noise, [p], grads) for p in group}
             continue
         if (others := len(group) - 1) > 0:
             result = result._replace(why=f"together with {others} other{'s' * (others > 1)}")
@@ -73,28 +62,23 @@ def compare_all(
     return found
 
 
-def _groups(params: Group, checks: int) -> list[Group]:
-    """Each parameter by itself; if these are too many, the largest parts as groups.
+def _groups(params: Group, grads: Grads, checks: int) -> Sequence[Group]:
+    """Each parameter by itself, or those of a part together if there are too many.
 
     Parameters without a gradient are not mixed with others: the group could only differ.
     """
-    parts: dict[tuple[str, bool], list[Movable]] = {}
+    if len(params) <= checks:
+        return [[p] for p in params]
+    parts: dict[tuple[str, bool], list[MetaParameter]] = {}
     for p in params:
-        parts.setdefault((p.part, p.has_gradient), []).append(p)
-    count = len(params)
-    groups: list[Group] = []
-    for part in sorted(parts.values(), key=len, reverse=True):
-        if count > checks:
-            groups.append(part)
-            count -= len(part) - 1
-        else:
-            groups += [[p] for p in part]
-    return groups
+        grad = grads.get(p.name)
+        parts.setdefault((p.part, grad is not None and bool(grad.any())), []).append(p)
+    return list(parts.values())
 
 
-def compare(evaluate: Evaluate, noise: Noise, group: Group) -> Difference:
+def compare(evaluate: Evaluate, noise: Noise, group: Group, grads: Grads) -> Difference:
     """Moves a group along one direction and compares the change of L_val with the gradient."""
-    along, slope = _direction(group)
+    along, slope = _direction(group, grads)
     size = math.sqrt(sum(p.tensor.numel() for p in group))
     best = Quotient(0.0, math.inf, noise.eps ** (1 / 3) * size)
     for factor in _WIDTHS:
@@ -154,15 +138,18 @@ def _evaluate_at(evaluate: Evaluate, group: Group, along: Sequence[Tensor], by: 
             tensor.data = data
 
 
-def _direction(group: Group) -> tuple[list[Tensor], float]:
+def _direction(group: Group, grads: Grads) -> tuple[list[Tensor], float]:
     """A direction in the parameters' own units, and the slope of the gradient along it.
 
     It is partly that of the gradient, so that the change is far above rounding, and partly random,
     so that a missing part of the gradient shows.
     """
     scales = [_scale(p.tensor) for p in group]
-    grads = [torch.zeros_like(p.tensor) if p.grad is None else p.grad for p in group]
-    ascent = torch.cat([_flatten(g) * scale for g, scale in zip(grads, scales, strict=True)])
+    slopes = []
+    for p, scale in zip(group, scales, strict=True):
+        grad = grads.get(p.name)
+        slopes.append(_flatten(torch.zeros_like(p.tensor) if grad is None else grad) * scale)
+    ascent = torch.cat(slopes)
     length = ascent.norm()
     generator = torch.Generator().manual_seed(len(group))
     unit = torch.randn(ascent.shape, dtype=ascent.dtype, generator=generator)

@@ -143,15 +143,15 @@ def _failing_calls(seen: Evidence, failure: Failure) -> tuple[str, ...]:
     calls = seen.step.calls
     named = re.search(r"The inner loss uses (\w+)", failure.message)
     if "inplace operation" in failure.message:
-        calls = [c for c in calls if c.op.endswith("_") and not c.op.endswith("__")]
+        calls = [(op, at) for op, at in calls if op.endswith("_") and not op.endswith("__")]
     elif named is not None:
-        op = named[1].strip("_").lower()
+        name = named[1].strip("_").lower()
         # The apply of a custom Function is no call of torch; its name is in the line.
-        of_name = [c for c in calls if op in c.op.lower() or c.op.strip("_") == op]
-        calls = of_name or [c for c in calls if op in c.place.code.lower()]
+        of_name = [(op, at) for op, at in calls if name in op.lower()]
+        calls = of_name or [(op, at) for op, at in calls if name in at.code.lower()]
     else:
         calls = []
-    return tuple(dict.fromkeys(str(call.place) for call in calls))[:3]
+    return tuple(dict.fromkeys(str(at) for _, at in calls))[:3]
 
 
 def _failed(seen: Evidence, failure: Failure, row: Row) -> Finding:

@@ -46,8 +46,9 @@ class Failure(NamedTuple):
 
 
 class StepNorms(NamedTuple):
-    """Norms of Algorithm 1 by step; see the fields of ``Report`` and ``Row``."""
+    """Losses and norms of Algorithm 1 by step; see the fields of ``Report`` and ``Row``."""
 
+    losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     b_norms: tuple[float, ...]
     per_step: Mapping[str, tuple[float, ...]]
@@ -105,12 +106,6 @@ class Runs:
             grads = torch.autograd.grad(value, tensors, allow_unused=True) if tensors else ()
         return {p.name: g for p, g in zip(self.phi, grads, strict=True)}
 
-    def losses(self) -> tuple[float, ...]:
-        """The training loss before each step."""
-        with torch.no_grad():
-            found = self.inner.adapt(self.batches, tasks=False).losses
-        return tuple(found.double().reshape(-1).tolist())
-
     def measure(self, tracer: Tracer | None = None) -> tuple[Any, dict[str, Tensor]]:
         """L_val, and the trained weights as leaves of its graph."""
         with torch.no_grad():
@@ -150,8 +145,9 @@ class Runs:
         last = _gradients([value.reshape(())], [*leaves.values(), *phi])
         direct = {p.name: _norm([g]) for p, g in zip(self.phi, last[len(leaves) :], strict=True)}
         self.restore()
+        losses: list[float] = []
         grad_norms: list[float] = []
-        step, meta, kept, final = self._climb(grad_norms)
+        step, meta, kept, final = self._climb(losses, grad_norms)
 
         names = {id(p): name for name, p in self.model.params.items()}
         b: dict[str, Tensor | None] = dict(zip(leaves, last, strict=False))
@@ -173,14 +169,17 @@ class Runs:
                 part = b.get(names[id(p.tensor)]) if p.part == "init" else g
                 per_step[p.name].append(_norm([part]))
         return StepNorms(
+            tuple(losses),
             tuple(grad_norms[: self.steps]),
             tuple(reversed(b_norms)),
             {name: tuple(reversed(norms)) for name, norms in per_step.items()},
             direct,
         )
 
-    def _climb(self, grad_norms: list[float]) -> tuple[Any, Meta, list[Any], State]:
-        """Trains without a graph; keeps every state, the random numbers, and |G_j|."""
+    def _climb(
+        self, losses: list[float], grad_norms: list[float]
+    ) -> tuple[Any, Meta, list[Any], State]:
+        """Trains without a graph; keeps every state with its random numbers, ℓ_j and |G_j|."""
         transform = self.inner.grad_transform
 
         def record(grads: dict[str, Any]) -> Mapping[str, Any]:
@@ -193,7 +192,8 @@ class Runs:
         with torch.no_grad():
             for j in range(self.steps):
                 kept.append((state, _RandomState(self.snapshot.devices)))
-                state, _ = step(state, plain, self.batches[j])
+                state, out = step(state, plain, self.batches[j])
+                losses.append(float(_first(out)))
         return step, meta, kept, state
 
     # Under the tracer. --------------------------------------------------------------------------
@@ -317,23 +317,6 @@ class _RandomState:
         self.of_others.undo()
 
 
-class _SavedTensor:
-    """A tensor with its memory and its content."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.data, self.content = tensor, tensor.data, tensor.data.clone()
-
-    def restore(self) -> bool:
-        """Restores it; returns True if it had changed."""
-        is_replaced = self.tensor.data_ptr() != self.data.data_ptr()
-        if is_replaced:
-            self.tensor.data = self.data
-        is_written = not torch.allclose(self.data, self.content, rtol=0, atol=0, equal_nan=True)
-        if is_written:
-            self.data.copy_(self.content)
-        return is_replaced or is_written
-
-
 class Snapshot:
     """The weights, gradients, batches and random numbers of a moment, to be restored."""
 
@@ -344,11 +327,11 @@ class Snapshot:
             weights += _tree.tensors(inner.optimizer.param_groups)
         batches = _tree.tensors(data)
         self.grads = [(t, t.grad) for t in weights if t.is_leaf]
-        self.saved = {
-            "weights": _save(weights),
-            "batches": _save(batches),
-            "gradients": _save(grad for _, grad in self.grads if grad is not None),
-        }
+        self.saved = [
+            *(("weights", *saved) for saved in _save(weights)),
+            *(("batches", *saved) for saved in _save(batches)),
+            *(("gradients", *saved) for saved in _save(g for _, g in self.grads if g is not None)),
+        ]
         self.devices = devices_of((*weights, *batches))
         self.random = _RandomState(self.devices)
 
@@ -356,19 +339,25 @@ class Snapshot:
         """Restores everything but ``moved``; returns the kinds of tensors that had changed."""
         skipped = {id(t) for t in moved}
         changed = set()
-        for kind, saved in self.saved.items():
-            for one in saved:
-                if id(one.tensor) not in skipped and one.restore():
-                    changed.add(kind)
+        for kind, tensor, data, content in self.saved:
+            if id(tensor) in skipped:
+                continue
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
+                changed.add(kind)
+            if not torch.allclose(data, content, rtol=0, atol=0, equal_nan=True):
+                data.copy_(content)
+                changed.add(kind)
         for tensor, grad in self.grads:
             tensor.grad = grad
         self.random.set()
         return changed
 
 
-def _save(tensors: Iterable[Tensor]) -> list[_SavedTensor]:
+def _save(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each tensor once, with its memory and a copy of its content."""
     found = {id(t): t for t in tensors if t.layout is torch.strided and not t.is_meta}
-    return [_SavedTensor(t) for t in found.values()]
+    return [(t, t.data, t.data.clone()) for t in found.values()]
 
 
 # Trees and gradients. ---------------------------------------------------------------------------
