@@ -64,6 +64,7 @@ class Parted(nn.Module):
 class Broken(NamedTuple):
     """The text of a report on one meta-parameter of a broken set-up."""
 
+    name: str
     build: object
     row: str
     requirement: str
@@ -82,19 +83,29 @@ FIRST = "model.0.weight"
 
 def broken(*expected, **options):
     def add(build):
-        BROKEN.append(Broken(build, *expected, **options))
+        BROKEN.append(Broken(build.__name__, build, *expected, **options))
         return build
 
     return add
 
 
-@broken(FIRST, "IIIb", ".detach()", "predicted = ", "without .detach")
-def detach_in_the_loss():
-    def loss(model, batch):
-        predicted = model(batch[0]).detach()
-        return F.mse_loss(predicted, batch[1])
+def broken_loss(*expected, reached=False, model=mlp, **options):
+    """The same for the loss of a loop: a function, or the class of a module."""
 
-    return loop(loss)
+    def add(loss):
+        def build():
+            return loop(loss() if isinstance(loss, type) else loss, model(), **options)
+
+        BROKEN.append(Broken(loss.__name__, build, *expected, reached=reached))
+        return build
+
+    return add
+
+
+@broken_loss(FIRST, "IIIb", ".detach()", "predicted = ", "without .detach")
+def detach_in_the_loss(model, batch):
+    predicted = model(batch[0]).detach()
+    return F.mse_loss(predicted, batch[1])
 
 
 @broken(
@@ -112,21 +123,24 @@ def detach_in_the_model():
     return loop(model=nn.Sequential(Cut()))
 
 
-@broken(FIRST, "IIIb", ".detach()", "penalty = sum(p.detach()", "without .detach()", reached=True)
-def detach_on_the_parameters():
-    def loss(model, batch):
-        penalty = sum(p.detach().square().sum() for p in model.parameters())
-        return squares(model, batch) + 0.1 * penalty
+@broken_loss(
+    FIRST, "IIIb", ".detach()", "penalty = sum(p.detach()", "without .detach()", reached=True
+)
+def detach_on_the_parameters(model, batch):
+    penalty = sum(p.detach().square().sum() for p in model.parameters())
+    return squares(model, batch) + 0.1 * penalty
 
-    return loop(loss)
 
-
-@broken("model.weight", "IIIb", ".data", "model.weight.data", "without .data")
-def data_of_a_parameter():
-    def loss(model, batch):
-        return F.mse_loss(F.linear(batch[0], model.weight.data, model.bias), batch[1])
-
-    return loop(loss, nn.Linear(2, 1))
+@broken_loss(
+    "model.weight",
+    "IIIb",
+    ".data",
+    "model.weight.data",
+    "without .data",
+    model=lambda: nn.Linear(2, 1),
+)
+def data_of_a_parameter(model, batch):
+    return F.mse_loss(F.linear(batch[0], model.weight.data, model.bias), batch[1])
 
 
 @broken(FIRST, "II", ".detach()", "g.detach() for name", "without .detach()", reached=True)
@@ -152,31 +166,22 @@ class Weighted(nn.Module):
         return self.scale * squares(model, batch)
 
 
-@broken("loss.scale", "IIIb", ".item()", "in loss: return self", "tensor")
-def item_in_the_loss():
-    class Number(Weighted):
-        def forward(self, model, batch):
-            return self.scale.item() * squares(model, batch)
-
-    return loop(Number(), val_loss=squares)
+@broken_loss("loss.scale", "IIIb", ".item()", "in loss: return self", "tensor", val_loss=squares)
+class item_in_the_loss(Weighted):
+    def forward(self, model, batch):
+        return self.scale.item() * squares(model, batch)
 
 
-@broken("loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor")
-def float_in_the_loss():
-    class Number(Weighted):
-        def forward(self, model, batch):
-            twice = 2 * float(self.scale)
-            return twice * squares(model, batch)
-
-    return loop(Number(), val_loss=squares)
+@broken_loss("loss.scale", "IIIb", "float(...)", "twice = 2 * float", "tensor", val_loss=squares)
+class float_in_the_loss(Weighted):
+    def forward(self, model, batch):
+        twice = 2 * float(self.scale)
+        return twice * squares(model, batch)
 
 
-@broken(FIRST, "IIIb", ".item()", ").item()", "the tensor itself")
-def item_of_the_loss():
-    def loss(model, batch):
-        return squares(model, batch).item()
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", ".item()", ").item()", "the tensor itself")
+def item_of_the_loss(model, batch):
+    return squares(model, batch).item()
 
 
 @broken(
@@ -242,33 +247,24 @@ def no_grad_block():
     return loop(model=Frozen())
 
 
-@broken(FIRST, "IIIb", "no_grad", "mse_loss(model(", "outside of the block")
-def no_grad_loss():
-    @torch.no_grad()
-    def loss(model, batch):
-        return squares(model, batch)
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "no_grad", "mse_loss(model(", "outside of the block")
+@torch.no_grad()
+def no_grad_loss(model, batch):
+    return squares(model, batch)
 
 
-@broken(FIRST, "IIIb", "inference_mode", "hidden = model[0]", "outside of the block")
-def inference_block():
-    def loss(model, batch):
-        with torch.inference_mode():
-            hidden = model[0](batch[0])
-        return F.mse_loss(model[2](hidden), batch[1])
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "inference_mode", "hidden = model[0]", "outside of the block")
+def inference_block(model, batch):
+    with torch.inference_mode():
+        hidden = model[0](batch[0])
+    return F.mse_loss(model[2](hidden), batch[1])
 
 
-@broken("loss.spare", "IIIb", "The loss never uses", "", "remove it")
-def unused_in_the_loss():
-    class Spare(Weighted):
-        def __init__(self):
-            super().__init__()
-            self.spare = nn.Parameter(torch.ones(3))
-
-    return loop(Spare(), val_loss=squares)
+@broken_loss("loss.spare", "IIIb", "The loss never uses", "", "remove it", val_loss=squares)
+class unused_in_the_loss(Weighted):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
 
 
 @broken("model.spare.weight", "IIIb", "The model never uses", "", "remove it")
@@ -281,12 +277,9 @@ def unused_in_the_model():
     return loop(model=Spare())
 
 
-@broken(FIRST, "IIIb", "cdist", "torch.cdist(", "x[:, None]")
-def no_second_derivative():
-    def loss(model, batch):
-        return torch.cdist(model(batch[0]), batch[1]).mean()
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "cdist", "torch.cdist(", "x[:, None]")
+def no_second_derivative(model, batch):
+    return torch.cdist(model(batch[0]), batch[1]).mean()
 
 
 class Squared(torch.autograd.Function):
@@ -301,63 +294,38 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
-@broken(FIRST, "IIIb", "Squared", "Squared.apply", "composed of differ")
-def differentiable_once():
-    def loss(model, batch):
-        return Squared.apply(model(batch[0]) - batch[1]).mean()
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "Squared", "Squared.apply", "composed of differ")
+def differentiable_once(model, batch):
+    return Squared.apply(model(batch[0]) - batch[1]).mean()
 
 
-@broken(
+@broken_loss(
     FIRST,
     "IIIb",
     "wrote in place to the weight '0.weight'. clamp_ writes in place",
     "model[0].weight.clamp_(",
     "a new tensor",
 )
-def clamp_in_place():
-    def loss(model, batch):
-        with torch.no_grad():
-            model[0].weight.clamp_(-0.1, 0.1)
-        return squares(model, batch)
-
-    return loop(loss)
+def clamp_in_place(model, batch):
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    return squares(model, batch)
 
 
-@broken(FIRST, "IIIb", "mul_ writes in place", "p.data.mul_(0.9)", "a new tensor", reached=True)
-def decay_in_place():
-    def loss(model, batch):
-        for p in model.parameters():
-            p.data.mul_(0.9)
-        return squares(model, batch)
-
-    return loop(loss)
-
-
-@broken(FIRST, "", "in place", "hidden.add_(1)", "x = x + y and not x += y")
-def overwritten():
-    def loss(model, batch):
-        hidden = torch.exp(model(batch[0]))
-        hidden.add_(1)
-        return (hidden - batch[1]).square().mean()
-
-    return loop(loss)
-
-
-@broken(
-    FIRST,
-    "IIIb",
-    "wrote in place to the weight '0.weight'. copy_ writes in place",
-    "model.load_state_dict",
-    "a new tensor",
+@broken_loss(
+    FIRST, "IIIb", "mul_ writes in place", "p.data.mul_(0.9)", "a new tensor", reached=True
 )
-def loaded_in_the_loss():
-    def loss(model, batch):
-        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
-        return squares(model, batch)
+def decay_in_place(model, batch):
+    for p in model.parameters():
+        p.data.mul_(0.9)
+    return squares(model, batch)
 
-    return loop(loss)
+
+@broken_loss(FIRST, "", "in place", "hidden.add_(1)", "x = x + y and not x += y")
+def overwritten(model, batch):
+    hidden = torch.exp(model(batch[0]))
+    hidden.add_(1)
+    return (hidden - batch[1]).square().mean()
 
 
 @broken(FIRST, "", "in place", "batch[0].mul_(0.5)", "x = x + y")
@@ -370,28 +338,31 @@ def batch_in_place():
     return inner, [train[0]] * STEPS, val
 
 
-@broken(
+@broken_loss(
     FIRST,
     "IIIb",
     "The gradient is zero. Part of the loss is computed in half precision",
     ".half()",
     "float32",
+    model=lambda: mlp().float(),
 )
-def half_that_underflows():
-    def loss(model, batch):
-        predicted = 1e-4 * model(batch[0].float()).half()
-        return 1e-6 * predicted.square().mean()
-
-    return loop(loss, mlp().float())
+def half_that_underflows(model, batch):
+    predicted = 1e-4 * model(batch[0].float()).half()
+    return 1e-6 * predicted.square().mean()
 
 
-@broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
-def half_that_overflows():
-    def loss(model, batch):
-        predicted = model(batch[0].float()).half()
-        return 100 * (predicted * 300).square().mean()
-
-    return loop(loss, mlp().float(), lr=1e-9)
+@broken_loss(
+    FIRST,
+    "IIIb",
+    "computed in half precision",
+    ".half()",
+    "float32",
+    model=lambda: mlp().float(),
+    lr=1e-9,
+)
+def half_that_overflows(model, batch):
+    predicted = model(batch[0].float()).half()
+    return 100 * (predicted * 300).square().mean()
 
 
 @broken(FIRST, "IIIb", "computed in half precision", ".half()", "float32")
@@ -414,42 +385,24 @@ def root_at_zero():
     return loop(val_loss=measure)
 
 
-@broken(FIRST, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack")
-def copied():
-    def loss(model, batch):
-        return torch.tensor(squares(model, batch))
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "tensor(...) copies", "return torch.tensor(", "stack")
+def copied(model, batch):
+    return torch.tensor(squares(model, batch))
 
 
-@broken(FIRST, "IIIb", "tensor(...) copies", "torch.tensor(terms)", "stack")
-def listed():
-    def loss(model, batch):
-        terms = [(p - q).square().mean() for p, q in zip(model(batch[0]), batch[1], strict=True)]
-        return torch.tensor(terms).mean()
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", "A new parameter", "model[2](hidden)", "without nn.Parameter")
+def new_parameter(model, batch):
+    hidden = nn.Parameter(model[0](batch[0]))
+    return F.mse_loss(model[2](hidden), batch[1])
 
 
-@broken(FIRST, "IIIb", "A new parameter", "model[2](hidden)", "without nn.Parameter")
-def new_parameter():
-    def loss(model, batch):
-        hidden = nn.Parameter(model[0](batch[0]))
-        return F.mse_loss(model[2](hidden), batch[1])
-
-    return loop(loss)
+@broken_loss(FIRST, "IIIb", ".detach()", ".numpy()", "without .detach()")
+def through_numpy(model, batch):
+    hidden = numpy.tanh(model[0](batch[0]).detach().numpy())
+    return F.mse_loss(model[2](torch.from_numpy(hidden)), batch[1])
 
 
-@broken(FIRST, "IIIb", ".detach()", ".numpy()", "without .detach()")
-def through_numpy():
-    def loss(model, batch):
-        hidden = numpy.tanh(model[0](batch[0]).detach().numpy())
-        return F.mse_loss(model[2](torch.from_numpy(hidden)), batch[1])
-
-    return loop(loss)
-
-
-@broken(
+@broken_loss(
     FIRST,
     "IIIb",
     "torch.autograd.grad",
@@ -457,23 +410,17 @@ def through_numpy():
     "create_graph=True",
     reached=True,
 )
-def penalty_without_graph():
-    def loss(model, batch):
-        x = batch[0].clone().requires_grad_()
-        out = model(x)
-        slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
-        return F.mse_loss(out, batch[1]) + slope.square().mean()
-
-    return loop(loss)
+def penalty_without_graph(model, batch):
+    x = batch[0].clone().requires_grad_()
+    out = model(x)
+    slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    return F.mse_loss(out, batch[1]) + slope.square().mean()
 
 
-@broken("loss.scale", "IIIb", "round", "in loss: return", "without round")
-def rounded():
-    class Rounded(Weighted):
-        def forward(self, model, batch):
-            return F.mse_loss(model(batch[0]), batch[1] * torch.round(10 * self.scale))
-
-    return loop(Rounded(), val_loss=squares)
+@broken_loss("loss.scale", "IIIb", "round", "in loss: return", "without round", val_loss=squares)
+class rounded(Weighted):
+    def forward(self, model, batch):
+        return F.mse_loss(model(batch[0]), batch[1] * torch.round(10 * self.scale))
 
 
 @broken(FIRST, "IIIb", "model from outside", "model(batch[0])", "argum")
@@ -512,7 +459,7 @@ class Twice(torch.autograd.Function):
         return grad
 
 
-@broken(
+@broken_loss(
     FIRST,
     "IIIb",
     "Finite differences differ",
@@ -520,19 +467,13 @@ class Twice(torch.autograd.Function):
     "backward of the autograd.Function Twice",
     reached=True,
 )
-def wrong_backward():
-    def loss(model, batch):
-        return F.mse_loss(Twice.apply(model(batch[0])), batch[1])
-
-    return loop(loss)
+def wrong_backward(model, batch):
+    return F.mse_loss(Twice.apply(model(batch[0])), batch[1])
 
 
-@broken(FIRST, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error")
-def crash():
-    def loss(model, batch):
-        return F.mse_loss(model(batch[0].T), batch[1])
-
-    return loop(loss)
+@broken_loss(FIRST, "", "shapes cannot be multiplied", "batch[0].T", "avoids the error")
+def crash(model, batch):
+    return F.mse_loss(model(batch[0].T), batch[1])
 
 
 @broken(FIRST, "", "Truncated(k=1", "", "Truncated(2), another")
@@ -546,7 +487,7 @@ def no_batches():
     return inner, train[0][0], val
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.build.__name__}-{case.row}")
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.name}-{case.row}")
 def test_the_report_names_what_is_broken_and_what_to_write(case):
     inner, train, val = case.build()
     before = copy.deepcopy(inner.state_dict())
