@@ -74,7 +74,7 @@ class Broken(NamedTuple):
     """A part of the place: the line's code, or the module."""
     write: str
     reached: bool = False
-    """Whether a gradient arrives nevertheless, but a wrong one."""
+    """True if a gradient arrives nevertheless, but a wrong one."""
 
 
 BROKEN = []
@@ -510,7 +510,7 @@ def test_the_report_names_what_is_broken_and_what_to_write(case):
 
 
 def test_a_path_that_is_cut_still_has_an_influence():
-    """What tells a broken path from a parameter that does not matter."""
+    """Unlike that of a parameter that does not matter."""
     report = diagnose(*item_in_the_loss())
     assert report["loss.scale"].difference.influence
     report = diagnose(*unused_in_the_loss())
@@ -869,7 +869,7 @@ def test_norms_by_step_of_a_scalar_problem():
 
 
 def test_norms_by_step_of_a_transformed_setting():
-    """What a step adds is counted in the learned number: d lr / d raw = lr for a logarithm."""
+    """The part of a step is counted in the learned number: d lr / d raw = lr for a logarithm."""
     inner, train, val = loop()
     logarithm = il.InnerLoop(
         inner.model, inner.optimizer, squares, learn={"init": True, "lr": il.Learn(transform="log")}

@@ -29,16 +29,24 @@ def meta_update(
 ) -> list[Tensor]:
     """Update the meta-parameters ``updates`` times by the exact meta-gradient (Algorithm 1).
 
-    Every time, training starts from a copy of the model and of the optimizer's state as they are
-    now (or from the carried state of ``Truncated(carry=True)``), runs over ``train``, and is
-    measured on ``val``; the model, the optimizer and their gradients are left as they are, except
-    for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
-    new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
-    counts. Random numbers of the ordinary run, as of its dropout, go on where they were, but for
-    those that such functions draw; an update has others, which follow from the random state of the
-    run and from the meta-parameters, so that a resumed run has the same ones. An LBFGS evaluates an
-    update several times: from the same state, on the same data, with the same random numbers.
+    Each update trains from a copy of the model and of the optimizer's state as they are now (or
+    from the carried state of ``Truncated(carry=True)``) over ``train``, and is measured on ``val``.
+    The model, the optimizer and their gradients stay as they are, except for what ``inner`` learns.
     Returns the validation losses.
+
+    Random numbers: those of the ordinary run, as of its dropout, are not touched, except by
+    functions that draw data. An update has random numbers of its own, which follow from the random
+    state of the run and from the meta-parameters, so a resumed run repeats them. An LBFGS evaluates
+    an update several times: from the same state, on the same data, with the same random numbers.
+
+    Args:
+        inner: the inner loop.
+        train: one batch for each step, or a function without arguments that returns new ones for
+            every update.
+        val: the data of L_val, or such a function.
+        meta_optimizer: the optimizer of meta-parameters of ``inner``.
+        updates: the number of updates.
+        tasks: as for ``inner(train, val)``; the mean over tasks counts.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

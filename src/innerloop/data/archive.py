@@ -42,7 +42,7 @@ class Source:
         """Describe where a file is, for messages."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}, file {name}"
 
-    def wrong(self, problem: str) -> InnerLoopError:
+    def unusable(self, problem: str) -> InnerLoopError:
         """Return the error for files that are not what they should be."""
         return unusable_file(self.path, problem, self.expected)
 

@@ -72,7 +72,7 @@ def _decode(path: Path) -> Content:
         files = {PurePosixPath(name).name: name for name in source.names}
         needed = [*FILES["train"], *FILES["test"], NAMES_FILE]
         if missing := [name for name in needed if name not in files]:
-            raise source.wrong(f"it lacks {', '.join(missing)}")
+            raise source.unusable(f"it lacks {', '.join(missing)}")
         content: Content = {"names": _read_names(source, files[NAMES_FILE])}
         for part, names in FILES.items():
             batches = [_read_batch(source, files[name]) for name in names]

@@ -67,9 +67,9 @@ def _list_files(source: Source) -> Listing:
             continue
         label, in_class, file = inside.partition("/")
         if is_image(name) and (not in_class or "/" in file):
-            raise source.wrong(f"the image {name!r} is not at {prefix}{part}/class/image")
+            raise source.unusable(f"the image {name!r} is not at {prefix}{part}/class/image")
         if name.lower().endswith(UNREAD):
-            raise source.wrong(f"the image {name!r} is neither PNG nor JPEG")
+            raise source.unusable(f"the image {name!r} is neither PNG nor JPEG")
         if in_class:
             files = listing[part].setdefault(label, [])
             if is_image(name):
@@ -82,13 +82,13 @@ def _check_classes(source: Source, prefix: str, listing: Listing) -> None:
     places = []
     for part, by_class in listing.items():
         if not by_class:
-            raise source.wrong(f"it has no images in {prefix}{part}/class/")
+            raise source.unusable(f"it has no images in {prefix}{part}/class/")
         for label, files in by_class.items():
             if not files:
-                raise source.wrong(f"it has no images in {prefix}{part}/{label}/")
+                raise source.unusable(f"it has no images in {prefix}{part}/{label}/")
             places.append((f"class {label!r}", f"{part}/"))
     if overlap := find_overlap(places):
-        raise source.wrong(overlap)
+        raise source.unusable(overlap)
 
 
 def _find_prefix(source: Source) -> str:
@@ -97,5 +97,5 @@ def _find_prefix(source: Source) -> str:
     prefixes = sorted({match[1] for match in matches if match})
     if len(prefixes) > 1:
         places = " and in ".join(f"./{prefix}" for prefix in prefixes)
-        raise source.wrong(f"it has train/, val/ or test/ in {places}")
+        raise source.unusable(f"it has train/, val/ or test/ in {places}")
     return prefixes[0] if prefixes else ""

@@ -52,7 +52,7 @@ def _list_files(source: Source) -> Listing:
     for part in PARTS:
         tables = [name for name in source.names if PurePosixPath(name).name == f"{part}.csv"]
         if len(tables) != 1:
-            raise source.wrong(f"it holds {len(tables)} files named {part}.csv, not one")
+            raise source.unusable(f"it holds {len(tables)} files named {part}.csv, not one")
         listing[part] = _read_table(source, tables[0])
     _check_files(source, listing)
     return listing
@@ -67,10 +67,10 @@ def _read_table(source: Source, table: str) -> dict[str, list[str]]:
             file, label = row.get("filename"), row.get("label")
             if not file or not label:
                 problem = f"line {rows.line_num} of {table} lacks a filename or a label"
-                raise source.wrong(problem)
+                raise source.unusable(problem)
             by_class.setdefault(label, []).append(str(images / file))
     if not by_class:
-        raise source.wrong(f"{table} lists no images")
+        raise source.unusable(f"{table} lists no images")
     return by_class
 
 
@@ -83,7 +83,7 @@ def _check_files(source: Source, listing: Listing) -> None:
             places.append((f"class {label!r}", f"{part}.csv"))
             for file in files:
                 if file not in present:
-                    raise source.wrong(f"{file}, listed for class {label!r}, is missing")
+                    raise source.unusable(f"{file}, listed for class {label!r}, is missing")
                 places.append((file, f"class {label!r} of {part}.csv"))
     if overlap := find_overlap(places):
-        raise source.wrong(overlap)
+        raise source.unusable(overlap)

@@ -79,13 +79,13 @@ def _list_characters(source: Source) -> dict[str, list[str]]:
     for name in filter(is_image, source.names):
         parts = name.split("/")
         if len(parts) < 3:
-            raise source.wrong(f"the image {name!r} belongs to no alphabet and character")
+            raise source.unusable(f"the image {name!r} belongs to no alphabet and character")
         found.setdefault("/".join(parts[-3:-1]), []).append(name)
     if not found:
-        raise source.wrong("it holds no PNG images")
+        raise source.unusable("it holds no PNG images")
     for character, files in found.items():
         if len(files) != DRAWINGS:
-            raise source.wrong(f"{character} has {len(files)} drawings, not {DRAWINGS}")
+            raise source.unusable(f"{character} has {len(files)} drawings, not {DRAWINGS}")
     return found
 
 

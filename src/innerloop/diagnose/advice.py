@@ -173,7 +173,7 @@ def not_finite(steps: Sequence[int]) -> Finding:
     )
 
 
-def unused(part: str) -> Finding:
+def unused_parameter(part: str) -> Finding:
     user = {"init": "The model", "loss": "The loss", "optimizer": "The optimizer"}[part]
     return Finding(
         "broken",
@@ -201,7 +201,7 @@ def no_influence(name: str, part: str, checked: bool) -> Finding:
     return Finding("no influence", problem, write=write)
 
 
-def unexplained(functions: Sequence[str]) -> Finding:
+def unexplained_gradient(functions: Sequence[str]) -> Finding:
     return Finding(
         "broken",
         "L_val changes with this parameter, but no gradient arrives, and no traced operation "
@@ -210,7 +210,7 @@ def unexplained(functions: Sequence[str]) -> Finding:
     )
 
 
-def differs(functions: Sequence[str]) -> Finding:
+def wrong_gradient(functions: Sequence[str]) -> Finding:
     return Finding(
         "broken",
         "Finite differences differ from the gradient.",

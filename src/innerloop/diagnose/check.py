@@ -12,7 +12,7 @@ from torch import Tensor
 
 from innerloop.diagnose import advice
 from innerloop.diagnose.difference import Noise, compare_all
-from innerloop.diagnose.judge import Evidence, build_row, join, notes
+from innerloop.diagnose.judge import Evidence, build_row, merge, notes
 from innerloop.diagnose.report import Difference, Finding, Report
 from innerloop.diagnose.runs import Runs, custom_functions
 from innerloop.inner_loop import InnerLoop
@@ -82,7 +82,7 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     norms = seen.norms
     return Report(
         rows,
-        join(findings),
+        merge(findings),
         str(runs.inner.backward),
         runs.steps,
         value,

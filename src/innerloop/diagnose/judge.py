@@ -75,7 +75,7 @@ def build_row(seen: Evidence, p: MetaParameter) -> tuple[Row, Finding | None]:
         0.0 if norms is None else norms.direct[p.name],
         seen.differences.get(p.name, Difference("not judged", why=advice.NOT_COMPUTED)),
     )
-    finding = _find(seen, row)
+    finding = _explain(seen, row)
     if finding is None:
         return row, None
     requirement = finding.requirement or row.requirement
@@ -83,7 +83,7 @@ def build_row(seen: Evidence, p: MetaParameter) -> tuple[Row, Finding | None]:
     return row, finding._replace(rows=(p.name,))
 
 
-def join(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def merge(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """One finding for all meta-parameters of which the same is said; notes come last."""
     found: dict[tuple[str, str], Finding] = {}
     for finding in findings:
@@ -110,15 +110,15 @@ def _requirement(seen: Evidence, p: MetaParameter) -> str:
 # Findings on one meta-parameter. ----------------------------------------------------------------
 
 
-def _find(seen: Evidence, row: Row) -> Finding | None:
+def _explain(seen: Evidence, row: Row) -> Finding | None:
     if seen.failure is not None:
-        return _failed(seen, seen.failure, row)
+        return _explain_error(seen, seen.failure, row)
     if row.norm is not None and not math.isfinite(row.norm):
         steps = [j for j, norm in enumerate(row.per_step) if not math.isfinite(norm)]
         return _blame_half(seen, advice.not_finite(steps))
     if not row.reached:
-        return _unreached(seen, row)
-    return _differs(seen, row) if row.difference.verdict == "differs" else None
+        return _explain_missing(seen, row)
+    return _explain_difference(seen, row) if row.difference.verdict == "differs" else None
 
 
 def _blame_half(seen: Evidence, finding: Finding) -> Finding:
@@ -154,7 +154,7 @@ def _failing_calls(seen: Evidence, failure: Failure) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(at) for _, at in calls))[:3]
 
 
-def _failed(seen: Evidence, failure: Failure, row: Row) -> Finding:
+def _explain_error(seen: Evidence, failure: Failure, row: Row) -> Finding:
     finding = error_finding(seen, failure)
     if "wrote in place" in failure.message:
         cuts = _rank([cut for cut in seen.step.cuts if cut.kind == "in place"])
@@ -177,11 +177,11 @@ def _cuts_without_graph(seen: Evidence, failure: Failure, row: Row) -> list[Cut]
     return cuts or [cut for stage in stages for cut in _row_cuts(seen, row, stage, later=True)]
 
 
-def _unreached(seen: Evidence, row: Row) -> Finding:
+def _explain_missing(seen: Evidence, row: Row) -> Finding:
     """The first explanation that fits, the surest first."""
     influence, norms = row.difference.influence, seen.norms
     if not influence and _is_unused(seen, row):
-        return advice.unused(row.part)
+        return advice.unused_parameter(row.part)
     if influence and seen.inner.first_order and row.part in ("loss", "init"):
         return advice.FIRST_ORDER_ONLY
     for stage in _STAGES:
@@ -197,10 +197,10 @@ def _unreached(seen: Evidence, row: Row) -> Finding:
     if not seen.is_measured:
         return advice.NOTHING_MEASURED
     if influence:
-        return advice.unexplained(seen.functions)
+        return advice.unexplained_gradient(seen.functions)
     if norms is not None and not any(norms.grad_norms):
         return advice.NOTHING_MOVES
-    return _without_influence(seen, row)
+    return _explain_no_influence(seen, row)
 
 
 def _is_unused(seen: Evidence, row: Row) -> bool:
@@ -209,7 +209,7 @@ def _is_unused(seen: Evidence, row: Row) -> bool:
     return owned and row.name not in used and bool(seen.step.calls)
 
 
-def _without_influence(seen: Evidence, row: Row) -> Finding:
+def _explain_no_influence(seen: Evidence, row: Row) -> Finding:
     finding = advice.no_influence(row.name, row.part, row.difference.verdict == "agrees")
     if row.part != "loss":
         return finding
@@ -222,7 +222,7 @@ def _without_influence(seen: Evidence, row: Row) -> Finding:
     return finding._replace(where=_places(cuts[:1]), write=also)
 
 
-def _differs(seen: Evidence, row: Row) -> Finding:
+def _explain_difference(seen: Evidence, row: Row) -> Finding:
     chosen = advice.approximation(seen.inner, seen.steps)
     if chosen is not None:
         return chosen
@@ -232,7 +232,7 @@ def _differs(seen: Evidence, row: Row) -> Finding:
         for stage in _STAGES:
             if cuts := _row_cuts(seen, row, stage, later):
                 return _cut_finding(kind, advice.PART_MISSING, cuts)
-    return _blame_half(seen, advice.differs(seen.functions))._replace(kind=kind)
+    return _blame_half(seen, advice.wrong_gradient(seen.functions))._replace(kind=kind)
 
 
 # Cuts. ------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def _row_cuts(seen: Evidence, row: Row, stage: str, later: bool = False) -> list
     The gradient of an initial weight passes the cuts of that weight, and in ``later`` steps those
     of any weight, as the gradient of a setting does.
     """
-    cuts = (seen.val if stage == "val_loss" else seen.step).harmful(stage)
+    cuts = (seen.val if stage == "val_loss" else seen.step).harmful_cuts(stage)
     found = [cut for cut in cuts if row.name in cut.sources]
     if found or (row.part == "init" and not later):
         return found
@@ -262,14 +262,14 @@ def _cut_finding(kind: str, sentence: str, cuts: Sequence[Cut]) -> Finding:
     texts = [advice.describe_cut(cut) for cut in cuts]
     problem = " ".join(dict.fromkeys([sentence, *(problem for problem, _ in texts)]))
     write = texts[0][1]
-    return Finding(kind, problem, _places(cuts), write, requirement=_violated(cuts[0]))
+    return Finding(kind, problem, _places(cuts), write, requirement=_violated_requirement(cuts[0]))
 
 
 def _places(cuts: Sequence[Cut]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(cut.place) for cut in cuts if str(cut.place)))
 
 
-def _violated(cut: Cut) -> str:
+def _violated_requirement(cut: Cut) -> str:
     """The requirement of the paper that a cut violates."""
     if cut.stage != "update":
         return "I" if cut.stage == "val_loss" else "IIIb"
@@ -308,7 +308,7 @@ def notes(seen: Evidence, rows: Sequence[Row], findings: Sequence[Finding]) -> I
 def _val_loss(seen: Evidence, norms: StepNorms, rows: Sequence[Row]) -> Iterator[Finding]:
     if seen.steps and not seen.is_measured and any(norms.direct.values()):
         finding = advice.VAL_LOSS_WITHOUT_WEIGHTS
-        if cuts := _rank(seen.val.harmful("val_loss")):
+        if cuts := _rank(seen.val.harmful_cuts("val_loss")):
             finding = _cut_finding("broken", finding.problem, cuts[:1])
         names = tuple(row.name for row in rows if row.part == "init" and row.direct > 0)
         yield finding._replace(rows=names)

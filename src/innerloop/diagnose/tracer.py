@@ -195,7 +195,7 @@ class Tracer(TorchFunctionMode):
         self.connected[stage] = bool(self._sources(tensors))
         self._ends[stage] = set().union(*map(self._history, tensors))
 
-    def harmful(self, stage: str) -> list[Cut]:
+    def harmful_cuts(self, stage: str) -> list[Cut]:
         """The cuts of a stage that its result was computed from.
 
         A Python number or a numpy array cannot be followed, so its cut counts too, as the least
