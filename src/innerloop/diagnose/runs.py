@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -208,11 +208,16 @@ class Runs:
 
     def trace_step(self, tracer: Tracer) -> list[Tensor]:
         """The first step and all that is computed for it; its loss and new weights."""
-        with _traced_loss(self.inner, tracer) as inner, self._paths(), tracer, torch.enable_grad():
-            step, state, meta = _parts(inner, self.steps)
-            params = self._leaves(state.params)
-            tracer.add_leaves({f"model.{n}": p for n, p in params.items() if p.requires_grad})
-            new, out = step(state._replace(params=params), meta, self.batches[0])
+        inner = _copy_with(self.inner, loss=_TracedLoss(self.inner.loss))
+        token = _TRACER.set(tracer)
+        try:
+            with self._paths(), tracer, torch.enable_grad():
+                step, state, meta = _parts(inner, self.steps)
+                params = self._leaves(state.params)
+                tracer.add_leaves({f"model.{n}": p for n, p in params.items() if p.requires_grad})
+                new, out = step(state._replace(params=params), meta, self.batches[0])
+        finally:
+            _TRACER.reset(token)
         results = _tree.tensors((out, new.params))
         tracer.finish("update", results)
         return results
@@ -243,40 +248,26 @@ def _copy_with(inner: InnerLoop, **parts: Any) -> InnerLoop:
     return found
 
 
-# Hooks of a loss. They close over nothing, because a replica copies the closures of its hooks.
 _TRACER: ContextVar[Tracer] = ContextVar("tracer")
 
 
-def _begin_loss(*_: Any) -> None:
-    _TRACER.get().stage = "loss"
+class _TracedLoss(nn.Module):
+    """A loss that tells the tracer where it begins and ends.
 
+    It does not hold the tracer, whose tensors a replica of the loss would look at.
+    """
 
-def _end_loss(*given: Any) -> None:
-    _TRACER.get().finish("loss", [_first(given[-1])])
-    _TRACER.get().stage = "update"
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss = loss
 
-
-@contextmanager
-def _traced_loss(inner: InnerLoop, tracer: Tracer) -> Iterator[InnerLoop]:
-    """The loop with a loss that tells the tracer where it begins and ends."""
-    loss = inner.loss
-
-    def traced(*args: Any) -> Any:
-        _begin_loss()
-        out = loss(*args)
-        _end_loss(out)
+    def forward(self, *args: Any) -> Any:
+        tracer = _TRACER.get()
+        tracer.stage = "loss"
+        out = self.loss(*args)
+        tracer.finish("loss", [_first(out)])
+        tracer.stage = "update"
         return out
-
-    token = _TRACER.set(tracer)
-    try:
-        if isinstance(loss, nn.Module):
-            before = loss.register_forward_pre_hook(_begin_loss)
-            with before, loss.register_forward_hook(_end_loss):
-                yield inner
-        else:
-            yield _copy_with(inner, loss=traced)
-    finally:
-        _TRACER.reset(token)
 
 
 def custom_functions(results: Sequence[Tensor]) -> list[str]:
