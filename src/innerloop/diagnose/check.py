@@ -14,7 +14,7 @@ from innerloop.diagnose import advice
 from innerloop.diagnose.difference import Noise, compare_all
 from innerloop.diagnose.judge import Evidence, build_row, merge, notes
 from innerloop.diagnose.report import Difference, Finding, Report
-from innerloop.diagnose.runs import Runs, custom_functions
+from innerloop.diagnose.runs import Runs, StepNorms, custom_functions
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
 
@@ -61,7 +61,7 @@ def diagnose(
 def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     seen = Evidence(runs.inner, runs.steps, runs.tracer("update"), runs.tracer("val_loss"))
     seen.grads, seen.failure = runs.attempt(runs.gradients)
-    seen.norms, _ = runs.attempt(runs.step_norms)
+    seen.norms = runs.attempt(runs.step_norms)[0] or StepNorms()
     if runs.steps:
         results, _ = runs.attempt(lambda: runs.trace_step(seen.step))
         seen.functions = custom_functions(results or [])
@@ -79,16 +79,15 @@ def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     if len(rows) > checks:
         together = "For finite differences, parameters of the same part were moved together; "
         findings.append(Finding("note", f"{together}checks={len(rows)} moves each by itself."))
-    norms = seen.norms
     return Report(
         rows,
         merge(findings),
         str(runs.inner.backward),
         runs.steps,
         value,
-        () if norms is None else norms.losses,
-        () if norms is None else norms.grad_norms,
-        () if norms is None else norms.b_norms,
+        seen.norms.losses,
+        seen.norms.grad_norms,
+        seen.norms.b_norms,
         memory,
     )
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from innerloop.diagnose import advice
 from innerloop.diagnose.report import Difference, Finding, Row
+from innerloop.diagnose.runs import Failure, MetaParameter, StepNorms
 from innerloop.diagnose.tracer import Cut, Tracer
 
 if TYPE_CHECKING:
-    from innerloop.diagnose.runs import Failure, MetaParameter, StepNorms
     from innerloop.inner_loop import InnerLoop
 
 _STAGES = ("loss", "update", "val_loss")
@@ -36,7 +36,7 @@ class Evidence:
     grads: Mapping[str, Tensor | None] | None = None
     """By the strategy of the inner loop; ``None`` if it raised."""
     failure: Failure | None = None
-    norms: StepNorms | None = None
+    norms: StepNorms = field(default_factory=StepNorms)
     differences: Mapping[str, Difference] = field(default_factory=dict)
     functions: Sequence[str] = ()
     """The user's own autograd.Functions."""
@@ -56,14 +56,13 @@ class Evidence:
     @property
     def is_measured(self) -> bool:
         """True unless the gradient of L_val by the trained weights is known to be zero."""
-        return self.norms is None or bool(self.norms.b_norms[-1])
+        return not self.norms.b_norms or bool(self.norms.b_norms[-1])
 
 
 def build_row(seen: Evidence, p: MetaParameter) -> tuple[Row, Finding | None]:
     """The row of a meta-parameter, and the finding about it, if something is wrong."""
     grad = None if seen.grads is None else seen.grads[p.name]
     norm = None if grad is None else float(torch.linalg.vector_norm(grad))
-    norms = seen.norms
     row = Row(
         p.name,
         tuple(p.tensor.shape),
@@ -71,8 +70,8 @@ def build_row(seen: Evidence, p: MetaParameter) -> tuple[Row, Finding | None]:
         norm is not None and 0 < norm < math.inf,
         "" if seen.grads is None else _requirement(seen, p),
         norm,
-        () if norms is None else norms.per_step[p.name],
-        0.0 if norms is None else norms.direct[p.name],
+        seen.norms.per_step.get(p.name, ()),
+        seen.norms.direct.get(p.name, 0.0),
         seen.differences.get(p.name, Difference("not judged", why=advice.NOT_COMPUTED)),
     )
     finding = _explain(seen, row)
@@ -98,8 +97,7 @@ def _requirement(seen: Evidence, p: MetaParameter) -> str:
     """The requirement by which a gradient comes."""
     if p.part in ("setting", "optimizer"):
         return "IIIa"
-    norms = seen.norms
-    if norms is not None and norms.direct[p.name] and not any(norms.per_step[p.name]):
+    if seen.norms.direct.get(p.name) and not any(seen.norms.per_step[p.name]):
         return "I"
     if p.part == "init" and not seen.steps:
         return "I"
@@ -179,7 +177,7 @@ def _cuts_without_graph(seen: Evidence, failure: Failure, row: Row) -> list[Cut]
 
 def _explain_missing(seen: Evidence, row: Row) -> Finding:
     """The first explanation that fits, the surest first."""
-    influence, norms = row.difference.influence, seen.norms
+    influence = row.difference.influence
     if not influence and _is_unused(seen, row):
         return advice.unused_parameter(row.part)
     if influence and seen.inner.first_order and row.part in ("loss", "init"):
@@ -198,7 +196,7 @@ def _explain_missing(seen: Evidence, row: Row) -> Finding:
         return advice.NOTHING_MEASURED
     if influence:
         return advice.unexplained_gradient(seen.functions)
-    if norms is not None and not any(norms.grad_norms):
+    if seen.norms.b_norms and not any(seen.norms.grad_norms):
         return advice.NOTHING_MOVES
     return _explain_no_influence(seen, row)
 
@@ -295,18 +293,18 @@ def notes(seen: Evidence, rows: Sequence[Row], findings: Sequence[Finding]) -> I
         elif not reported.issuperset(_places(cuts)):
             problem, write = advice.describe_cut(cuts[0])
             yield Finding("broken", problem, _places(cuts[:1]), write)
-    if seen.norms is not None and not hasattr(seen.inner.val_loss, "by_choice"):
-        yield from _val_loss(seen, seen.norms, rows)
+    if not hasattr(seen.inner.val_loss, "by_choice"):
+        yield from _val_loss(seen, rows)
     if seen.half_places and reported.isdisjoint(seen.half_places):
         yield advice.HALF_PRECISION._replace(where=seen.half_places)
-    if seen.norms is not None:
-        first, last = seen.norms.b_norms[0], seen.norms.b_norms[-1]
-        if 0 < last < math.inf and math.isfinite(first) and not 1e-3 < first / last < 1e3:
-            yield advice.growth(first / last)
+    norms = seen.norms.b_norms or (0.0,)
+    first, last = norms[0], norms[-1]
+    if 0 < last < math.inf and math.isfinite(first) and not 1e-3 < first / last < 1e3:
+        yield advice.growth(first / last)
 
 
-def _val_loss(seen: Evidence, norms: StepNorms, rows: Sequence[Row]) -> Iterator[Finding]:
-    if seen.steps and not seen.is_measured and any(norms.direct.values()):
+def _val_loss(seen: Evidence, rows: Sequence[Row]) -> Iterator[Finding]:
+    if seen.steps and not seen.is_measured and any(seen.norms.direct.values()):
         finding = advice.VAL_LOSS_WITHOUT_WEIGHTS
         if cuts := _rank(seen.val.harmful_cuts("val_loss")):
             finding = _cut_finding("broken", finding.problem, cuts[:1])

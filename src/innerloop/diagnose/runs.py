@@ -48,11 +48,12 @@ class Failure(NamedTuple):
 class StepNorms(NamedTuple):
     """Losses and norms of Algorithm 1 by step; see the fields of ``Report`` and ``Row``."""
 
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-    b_norms: tuple[float, ...]
-    per_step: Mapping[str, tuple[float, ...]]
-    direct: Mapping[str, float]
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+    b_norms: tuple[float, ...] = ()
+    """Empty if the run failed, as all others are then."""
+    per_step: Mapping[str, tuple[float, ...]] = {}
+    direct: Mapping[str, float] = {}
 
 
 class Runs:
