@@ -65,24 +65,16 @@ def test_every_class_and_every_image_is_drawn_equally_often():
 
 
 def test_same_seed_same_tasks_whatever_else_draws():
-    images = numbered([5] * 8)
-    one, two = (Sampler(images, 3, 1, 2, 4, seed=7) for _ in range(2))
+    images = glyphs(train=30, val=1, test=1).train
+    one, two = (Sampler(images, 5, 1, 15, 8, seed=7) for _ in range(2))
     first = [one.sample() for _ in range(3)]
     torch.rand(100)
-    assert all(equal(a, two.sample()) for a in first)
-    assert not equal(first[0], Sampler(images, 3, 1, 2, 4, seed=8).sample())
-
-
-def test_thread_count_changes_nothing():
-    images = glyphs(train=30, val=1, test=1).train
-    drawn = []
-    for threads in (1, 2, 4):
-        torch.set_num_threads(threads)
-        try:
-            drawn.append(Sampler(images, 5, 1, 15, 8, seed=3).sample())
-        finally:
-            torch.set_num_threads(1)
-    assert equal(drawn[0], drawn[1]) and equal(drawn[0], drawn[2])
+    torch.set_num_threads(4)
+    try:
+        assert all(equal(a, two.sample()) for a in first)
+    finally:
+        torch.set_num_threads(1)
+    assert not equal(first[0], Sampler(images, 5, 1, 15, 8, seed=8).sample())
 
 
 def test_restart_from_a_saved_state():
