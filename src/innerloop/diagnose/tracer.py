@@ -56,8 +56,9 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         parts = [f"in {self.module}"] if self.module else []
         if self.file:
-            near = os.path.relpath(self.file)
-            parts.insert(0, f"{self.file if near.startswith('..') else near}:{self.line}")
+            path, here = Path(self.file), Path.cwd()
+            shown = path.relative_to(here) if path.is_relative_to(here) else path
+            parts.insert(0, f"{shown}:{self.line}")
         text = ", ".join(parts)
         code = self.code if len(self.code) <= 80 else f"{self.code[:78]} …"
         return f"{text}: {code}" if code else text
