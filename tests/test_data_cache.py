@@ -84,7 +84,7 @@ def test_without_a_place_to_write_it_warns_and_works(data, monkeypatch, tmp_path
 
 def test_a_failed_write_leaves_nothing(data, monkeypatch):
     def full(content, file):
-        file.write(b"half")
+        file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

@@ -20,24 +20,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
-        asked = self.headers.get("Range")
-        server.asked.append(asked)
+        server.asked += 1
         content = server.files.get(self.path)
-        if content is None or server.errors:
-            return self.send_error(server.errors.pop(0) if server.errors else 404)
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
-        if not server.ranges:
-            start, asked = 0, None
-        if asked and start >= len(content):
-            return self.send_error(416)
-        self.send_response(206 if asked else 200)
-        if asked:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        body = content[start + server.shift :] if asked else content
+        if content is None:
+            return self.send_error(404)
+        self.send_response(200)
         if server.lengths:
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
+        self.wfile.write(content[: server.cuts.pop(0)] if server.cuts else content)
         return None
 
     def log_message(self, *args):
@@ -46,11 +37,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(download, "PAUSE", 0.0)
     monkeypatch.setattr(download, "TIMEOUT", 5)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.files, server.asked, server.cuts, server.errors = {"/data": CONTENT}, [], [], []
-    server.ranges, server.lengths, server.shift = True, True, 0
+    server.files, server.asked, server.cuts, server.lengths = {"/data": CONTENT}, 0, [], True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -69,73 +58,36 @@ def get(server, tmp_path):
     return get
 
 
-def part(tmp_path):
-    return tmp_path / "set" / "data.bin.part"
-
-
 def test_a_download(get, server, tmp_path):
     seen = []
     path = get(progress=lambda *args: seen.append(args))
-    assert path.read_bytes() == CONTENT and not part(tmp_path).exists()
+    assert path.read_bytes() == CONTENT and list(path.parent.iterdir()) == [path]
     assert seen[0] == ("set/data.bin", 0, len(CONTENT))
     assert seen[-1] == ("set/data.bin", len(CONTENT), len(CONTENT))
     get()
-    assert server.asked == [None]  # the second call found the file
+    assert server.asked == 1  # the second call found the file
 
 
-def test_an_interrupted_download_goes_on_at_once(get, server):
-    server.cuts = [1000, 200_000]
-    assert get().read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=1000-", "bytes=201000-"]
-
-
-def test_an_interrupted_download_goes_on_at_the_next_call(get, server, tmp_path):
-    server.cuts = [100_000, 10, 10]
-    with pytest.raises(InnerLoopError, match=r"100020 bytes have arrived.*again"):
+def test_an_interrupted_download_leaves_nothing_and_starts_again(get, server, tmp_path):
+    server.cuts = [100_000]
+    with pytest.raises(InnerLoopError, match=r"ended after 100000 of 512000 bytes.*from the start"):
         get()
-    assert part(tmp_path).read_bytes() == CONTENT[:100_020]
-    assert not (tmp_path / "set" / "data.bin").exists()
+    assert list((tmp_path / "set").iterdir()) == []
     assert get().read_bytes() == CONTENT
-    assert server.asked[-1] == "bytes=100020-"
 
 
-def test_ctrl_c_keeps_what_has_arrived(get, server, tmp_path):
+def test_ctrl_c_leaves_nothing(get, tmp_path):
     def stop(name, done, total):
         if done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         get(progress=stop)
-    assert 0 < part(tmp_path).stat().st_size < len(CONTENT)
-    assert get().read_bytes() == CONTENT
-
-
-def test_a_server_without_ranges_starts_again(get, server):
-    server.ranges, server.cuts = False, [1000]
-    assert get().read_bytes() == CONTENT
-
-
-def test_a_server_that_sends_another_range_is_noticed_by_the_checksum(get, server, tmp_path):
-    server.shift, server.cuts = 5, [1000]
-    with pytest.raises(InnerLoopError, match=r"MD5 checksum.*deleted"):
-        get()
-    assert get().read_bytes() == CONTENT
+    assert list((tmp_path / "set").iterdir()) == []
 
 
 def test_a_server_that_does_not_say_the_length(get, server):
     server.lengths = False
-    assert get().read_bytes() == CONTENT
-
-
-def test_a_complete_part_needs_nothing_more(get, server, tmp_path):
-    part(tmp_path).parent.mkdir()
-    part(tmp_path).write_bytes(CONTENT)
-    assert get().read_bytes() == CONTENT
-
-
-def test_a_part_that_is_too_long_starts_again(get, server, tmp_path):
-    part(tmp_path).parent.mkdir()
-    part(tmp_path).write_bytes(CONTENT + b"more")
     assert get().read_bytes() == CONTENT
 
 
@@ -151,19 +103,13 @@ def test_another_file_in_its_place_is_left_alone(get, server, tmp_path):
     path.write_bytes(b"mine")
     with pytest.raises(InnerLoopError, match="not overwritten"):
         get()
-    assert path.read_bytes() == b"mine" and server.asked == []
-
-
-def test_errors_of_the_server(get, server):
-    server.errors = [503]
-    assert get().read_bytes() == CONTENT
+    assert path.read_bytes() == b"mine" and server.asked == 0
 
 
 def test_no_such_file(get, server):
     server.files = {}
     with pytest.raises(InnerLoopError, match="404"):
         get()
-    assert len(server.asked) == 1
 
 
 def test_no_server(server, tmp_path):

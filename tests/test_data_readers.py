@@ -20,7 +20,6 @@ from hostile import TIMES, TRIED
 from innerloop.__main__ import main
 from innerloop.data import Sampler, cifar10, folder, load, mini_imagenet, omniglot
 from innerloop.data.archive import ENDINGS
-from innerloop.data.pickles import nesting
 from innerloop.errors import InnerLoopError
 
 SPLITS = (3, 1, 2)
@@ -61,48 +60,43 @@ def test_omniglot_split_follows_the_seed(tmp_path):
     assert len(set(others)) > 1
 
 
-def test_omniglot_with_too_few_characters(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"splits": (1150, 50, 423)}, r"6 characters.*needs 1623"),
+        ({"splits": (3.0, 1, 2)}, "splits=3.0"),
+        ({"splits": (3, 1)}, "three splits"),
+        ({"seed": 2**64}, "seed="),
+    ],
+)
+def test_omniglot_settings_without_a_meaning(tmp_path, settings, words):
     write_omniglot(tmp_path)
-    with pytest.raises(InnerLoopError, match=r"6 characters.*needs 1623"):
-        omniglot(tmp_path)
+    with pytest.raises(InnerLoopError, match=words):
+        omniglot(tmp_path, **{"splits": SPLITS, **settings})
 
 
-def test_omniglot_with_a_missing_drawing(tmp_path):
+def test_wrong_omniglot(tmp_path):
     write_omniglot(tmp_path, ending="")
     next((tmp_path / "images_background").rglob("*.png")).unlink()
     with pytest.raises(InnerLoopError, match=r"images_background.*has 19 drawings, not 20"):
         omniglot(tmp_path, splits=SPLITS)
-
-
-def test_omniglot_with_one_part_twice(tmp_path):
-    files = datasets.omniglot_files("images_background", 4)
     for part in ("images_background", "images_evaluation"):
-        datasets.write(tmp_path / f"{part}.zip", files)
+        datasets.write(tmp_path / f"{part}.zip", datasets.omniglot_files("images_background", 4))
     with pytest.raises(InnerLoopError, match=r"in images_background.zip and again in images_eval"):
         omniglot(tmp_path, splits=SPLITS)
 
 
-@pytest.mark.parametrize("settings", [{"seed": 2**64}, {"splits": (3.0, 1, 2)}, {"splits": (3, 1)}])
-def test_omniglot_settings_without_a_meaning(tmp_path, settings):
-    write_omniglot(tmp_path)
-    with pytest.raises(InnerLoopError, match=next(iter(settings))):
-        omniglot(tmp_path, **{"splits": SPLITS, **settings})
-
-
 @pytest.mark.parametrize("prefix", ["", "mini-imagenet/"])
-def test_mini_imagenet_zip(tmp_path, prefix):
+def test_mini_imagenet_layouts(tmp_path, prefix):
     path = tmp_path / "mini-imagenet.zip"
     datasets.write(path, datasets.mini_imagenet_files(3, prefix))
     for root in (tmp_path, path):
         splits = mini_imagenet(root)
         assert [images.pixels.shape for images in splits] == [(6, 3, 84, 84)] * 3
     assert splits.val.names == ("n10", "n11")
-
-
-def test_mini_imagenet_folder(tmp_path):
-    datasets.write(tmp_path / "mini-imagenet", datasets.mini_imagenet_files())
-    assert len(load("mini-imagenet", tmp_path).train) == 2
-    assert len(load("mini-imagenet", tmp_path / "mini-imagenet").train) == 2
+    datasets.write(tmp_path / "data" / "mini-imagenet", datasets.mini_imagenet_files())
+    for root in (tmp_path / "data", tmp_path / "data" / "mini-imagenet"):
+        assert len(load("mini-imagenet", root).train) == 2
 
 
 def listed_again(part, label):
@@ -233,27 +227,12 @@ def test_what_is_transparent_is_white(tmp_path, mode):
         assert found.sum() == 12 * 255 and found[1:3, 1:3].sum() == 0
 
 
-def test_a_pipe_among_the_images_does_not_hang(tmp_path):
-    datasets.write(tmp_path, datasets.folder_files())
-    os.mkfifo(tmp_path / "train" / "train_class0" / "9.png")
-    with pytest.raises(InnerLoopError, match="not a file"):
-        folder(tmp_path)
-
-
 @needs_links
-def test_a_link_in_a_circle_does_not_hang(tmp_path):
+def test_a_link_in_a_circle_is_refused(tmp_path):
     datasets.write(tmp_path, datasets.folder_files())
     (tmp_path / "train" / "again").symlink_to(tmp_path, target_is_directory=True)
-    assert len(folder(tmp_path).train) == 3
-
-
-@needs_links
-def test_two_folders_that_link_to_each_other_do_not_hang(tmp_path):
-    datasets.write(tmp_path, datasets.folder_files())
-    for name, other in (("one", "two"), ("two", "one")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "link").symlink_to(tmp_path / other, target_is_directory=True)
-    assert len(folder(tmp_path).train) == 3
+    with pytest.raises(InnerLoopError, match="Too many levels of symbolic links"):
+        folder(tmp_path)
 
 
 @needs_links
@@ -275,55 +254,40 @@ def test_classes_may_be_links(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ENDINGS)
-def test_archives_of_the_folder_they_were_made_in(tmp_path, kind):
-    """``tar czf images.tar.gz -C images .`` writes names that begin with ``./``."""
-    files = {f"./{name}": content for name, content in datasets.folder_files().items()}
-    path = datasets.write(tmp_path / f"images{kind}", files)
-    datasets.write(tmp_path / "unpacked", files)
-    assert torch.equal(folder(path).train.pixels, folder(tmp_path / "unpacked").train.pixels)
-
-
-@pytest.mark.parametrize("kind", ENDINGS)
-def test_archives_are_found_whatever_they_are_packed_as(tmp_path, kind):
+def test_all_kinds_of_archives(tmp_path, kind):
     datasets.write(tmp_path / f"cifar-10-python{kind}", datasets.cifar_files(1))
     datasets.write(tmp_path / f"mini-imagenet{kind}", datasets.mini_imagenet_files())
     write_omniglot(tmp_path, kind)
     assert len(cifar10(tmp_path).train.labels) == 5
     assert len(mini_imagenet(tmp_path).train) == 2
     assert len(omniglot(tmp_path, splits=SPLITS).test) == 2
+    # tar czf images.tar.gz -C images . writes names that begin with ./
+    files = {f"./{name}": content for name, content in datasets.folder_files().items()}
+    path = datasets.write(tmp_path / f"images{kind}", files)
+    datasets.write(tmp_path / "unpacked", files)
+    assert torch.equal(folder(path).train.pixels, folder(tmp_path / "unpacked").train.pixels)
 
 
-def test_a_plain_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["tar", "tar.gz"])
+def test_a_tar_that_is_cut_off_or_damaged_is_refused(tmp_path, pack):
     """Where one file ends, too: Python's reader takes that, or a broken header, for the end."""
-    path = datasets.write(tmp_path / "images.tar", datasets.folder_files())
+    path = datasets.write(tmp_path / "plain.tar", datasets.folder_files())
     content = path.read_bytes()
     with tarfile.open(path) as archive:
         ends = [*[member.offset for member in archive][1:], archive.offset]
-    for end in [*ends, ends[3] + 100]:
-        path.write_bytes(content[:end])
+    damaged = content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :]
+    path = tmp_path / ("images.tar" if pack is bytes else "images.tar.gz")
+    for tar in (damaged, *(content[:end] for end in [*ends, ends[3] + 100])):
+        path.write_bytes(pack(tar))
         with pytest.raises(InnerLoopError, match=r"images.tar.*(cut off|unexpected end)"):
             folder(path)
-    path.write_bytes(content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :])
-    with pytest.raises(InnerLoopError, match=r"images.tar.*damaged"):
-        folder(path)
-
-
-def test_a_packed_tar_that_is_cut_off_or_damaged_is_refused(tmp_path):
-    plain = datasets.write(tmp_path / "plain.tar", datasets.folder_files())
-    content, path = plain.read_bytes(), tmp_path / "images.tar.gz"
-    with tarfile.open(plain) as archive:
-        ends = [member.offset for member in archive]
-    damaged = content[: ends[3]] + bytes([1]) * 512 + content[ends[3] + 512 :]
-    for tar in (content[: ends[3]], content[: ends[-1]], damaged):
-        path.write_bytes(gzip.compress(tar))
-        with pytest.raises(InnerLoopError, match=r"images.tar.gz.*cut off or damaged"):
+    if pack is not bytes:
+        packed = pack(content)
+        path.write_bytes(packed[:-8] + bytes(4) + packed[-4:])  # another checksum
+        with pytest.raises(InnerLoopError, match=r"images.tar.gz.*CRC"):
             folder(path)
-    packed = gzip.compress(content)
-    path.write_bytes(packed[:-8] + bytes(4) + packed[-4:])  # another checksum
-    with pytest.raises(InnerLoopError, match=r"images.tar.gz.*CRC"):
-        folder(path)
-    path.write_bytes(packed)
-    assert len(folder(path).train)
+    path.write_bytes(pack(content))
+    assert len(folder(path).train) == 3
 
 
 def test_cifar10_archive_and_folder(tmp_path):
@@ -372,14 +336,14 @@ CIFAR_MISTAKES = {
     "code by protocol 4": (pickle.dumps({b"data": Evil()}, protocol=4), r"posix.system|nt.system"),
     "eval": (b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.", "__builtin__.eval"),
     "other names": (pickle.dumps({b"data": io.BytesIO}, protocol=2), "_io.BytesIO"),
-    "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "memo"),
+    "memo bomb": (b"\x80\x02}r\xff\xff\xff\x7f.", "cannot be read"),
     "objects": (altered(data=np.array([None])), "not of type uint8"),
     "floats": (altered(data=np.zeros((2, 3072))), "not of type uint8"),
     "column by column": (altered(data=np.zeros((2, 3072), np.uint8, order="F")), "row by row"),
     "other shape": (altered(data=np.zeros((2, 9), np.uint8)), r"data \[2, 9\] for 2 labels"),
     "too few labels": (altered(labels=[1]), "for 1 labels"),
     "labels past the end": (altered(labels=[1, 10]), "from 0 to 9"),
-    "no labels": (altered(labels=None), "no list 'labels'"),
+    "no labels": (pickle.dumps({b"data": np.zeros((1, 3072), np.uint8)}, 2), "labels"),
     "a list": (pickle.dumps([1], protocol=2), "a list, not a dictionary"),
     "changing a stand-in": (b"\x80\x02cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb.", "cannot be"),
     "empty": (b"", "cannot be read"),
@@ -399,26 +363,6 @@ def test_wrong_cifar10(tmp_path, mistake, monkeypatch):
     assert not (tmp_path / "evil").exists()
 
 
-def test_objects_nested_without_end_are_refused(tmp_path):
-    """Python would take the hash of the key by recursion, and crash."""
-    evil = b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s."
-    files = {**datasets.cifar_files(), "cifar-10-batches-py/data_batch_1": evil}
-    datasets.write(tmp_path / "cifar-10-python.tar.gz", files)
-    with pytest.raises(InnerLoopError, match="nested more than 200 deep"):
-        cifar10(tmp_path)
-
-
-def test_nesting():
-    for depth in (1, 5, 50):
-        value = ()
-        for _ in range(depth):
-            value = (value, {"a": [1, 2, 3]})
-        for protocol in (2, 4):
-            assert depth <= nesting(pickle.dumps(value, protocol)) <= depth + 4
-    long = {f"{k}": [[k]] * 5 for k in range(3000)}
-    assert nesting(pickle.dumps(long, 2)) <= 5
-
-
 def test_cifar10_with_a_missing_file(tmp_path):
     files = datasets.cifar_files()
     del files["cifar-10-batches-py/data_batch_5"]
@@ -427,38 +371,23 @@ def test_cifar10_with_a_missing_file(tmp_path):
         cifar10(tmp_path)
 
 
-def special_member(kind):
-    info = tarfile.TarInfo("cifar-10-batches-py/link")
-    info.type, info.linkname = kind, "/etc/passwd"
-    return info
-
-
-BAD_NAMES = {
-    "../outside": "leads out",
-    "a/../../outside": "leads out",
-    "a\\..\\..\\outside": "leads out",
-    "/absolute": "absolute",
-    "C:\\absolute": "absolute",
-    "\\absolute": "absolute",
-}
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_unsafe_names_are_refused(tmp_path, name):
-    inside = tmp_path / "inside"
-    datasets.write(inside / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"evil"})
-    datasets.write(inside / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"evil"})
+@pytest.mark.parametrize(
+    "name", ["a/../../outside", "a\\..\\..\\outside", "/absolute", "C:\\absolute", "\\absolute"]
+)
+def test_names_that_lead_out_of_an_archive_are_refused(tmp_path, name):
+    datasets.write(tmp_path / "mini-imagenet.zip", {**datasets.mini_imagenet_files(), name: b"x"})
+    datasets.write(tmp_path / "cifar-10-python.tar.gz", {**datasets.cifar_files(), name: b"x"})
     for read in (mini_imagenet, cifar10):
-        with pytest.raises(InnerLoopError, match=BAD_NAMES[name]):
-            read(inside)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
+        with pytest.raises(InnerLoopError, match="leads out of the archive"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_links_in_a_tar_are_refused(tmp_path, kind):
-    path = tmp_path / "cifar-10-python.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        archive.addfile(special_member(kind))
+    info = tarfile.TarInfo("cifar-10-batches-py/link")
+    info.type, info.linkname = kind, "/etc/passwd"
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
+        archive.addfile(info)
     with pytest.raises(InnerLoopError, match="link or a device"):
         cifar10(tmp_path)
 

@@ -219,15 +219,6 @@ def test_functions_give_new_data_for_every_update():
     assert_close(inner.parameters(), twin.parameters())
 
 
-def test_a_loader_is_read_once_for_all_updates():
-    inner, train, val = built(learn=("lr",))
-    twin = copy.deepcopy(inner)
-    loader = torch.utils.data.DataLoader(train, batch_size=None)
-    first = il.meta_update(inner, loader, val, optim.SGD(inner.parameters(), lr=0.02), updates=3)
-    second = il.meta_update(twin, train, val, optim.SGD(twin.parameters(), lr=0.02), updates=3)
-    assert_close(first, second)
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_draws_none_of_the_random_numbers_of_the_run(shuffle):
     """But its order is another at every call."""
@@ -249,14 +240,17 @@ def test_a_loader_draws_none_of_the_random_numbers_of_the_run(shuffle):
     assert len({tuple(order) for order in orders}) == (3 if shuffle else 1)
 
 
-def test_a_generator_is_read_once_for_all_updates():
-    """Its second reading would be a loop of no steps, without a word."""
+@pytest.mark.parametrize(
+    "once", [iter, lambda train: torch.utils.data.DataLoader(train, batch_size=None)]
+)
+def test_an_iterable_is_read_once_for_all_updates(once):
+    """The second reading of a generator would be a loop of no steps, without a word."""
     inner, train, val = built(learn=("init", "lr"))
     twin = copy.deepcopy(inner)
-    first = il.meta_update(
-        inner, (b for b in train), val, optim.SGD(inner.parameters(), lr=0.1), updates=3
+    first, second = (
+        il.meta_update(loop, given, val, optim.SGD(loop.parameters(), lr=0.02), updates=3)
+        for loop, given in ((inner, once(train)), (twin, train))
     )
-    second = il.meta_update(twin, train, val, optim.SGD(twin.parameters(), lr=0.1), updates=3)
     assert_close(first, second)
     assert_close(inner.parameters(), twin.parameters())
 
@@ -321,14 +315,6 @@ def test_lbfgs_as_meta_optimizer_is_lbfgs_by_hand():
     assert_close(inner.parameters(), twin.parameters())
 
 
-def test_lbfgs_evaluates_an_update_on_the_same_data():
-    inner, train, val = built(learn=("lr",))
-    drawn = []
-    meta = optim.LBFGS(inner.parameters(), lr=0.01, max_iter=4)
-    il.meta_update(inner, lambda: drawn.append(1) or train, val, meta, updates=3)
-    assert len(drawn) == 3
-
-
 def test_lbfgs_evaluates_an_update_from_the_same_state():
     inner, train, val = built(learn=("lr",), backward=il.Truncated(STEPS, carry=True))
     meta = optim.LBFGS(inner.parameters(), lr=1e-6, max_iter=4)
@@ -336,22 +322,19 @@ def test_lbfgs_evaluates_an_update_from_the_same_state():
     assert [state.time for state in inner._going_on(alone=True)] == [2 * STEPS]
 
 
-def test_lbfgs_evaluates_an_update_with_the_same_random_numbers():
-    def net():
-        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-
-    seen = []
+def test_lbfgs_evaluates_an_update_on_the_same_data_with_the_same_random_numbers():
+    seen, drawn = [], []
 
     def judged(model, batch):
         seen.append(torch.rand(()).item())
         return squares(model, batch)
 
-    inner, train, val = built(net, learn=("lr",), val_loss=judged)
+    inner, train, val = built(learn=("lr",), val_loss=judged)
     seen.clear()
     meta = optim.LBFGS(inner.parameters(), lr=1e-3, max_iter=4)
-    il.meta_update(inner, train, val, meta)
-    assert len(seen) > 1
-    assert len(set(seen)) == 1
+    il.meta_update(inner, lambda: drawn.append(1) or train, val, meta, updates=2)
+    assert len(drawn) == len(set(seen)) == 2
+    assert len(seen) > 2
 
 
 def test_a_loop_over_tasks_is_updated_over_tasks():
@@ -390,18 +373,11 @@ def test_what_is_no_meta_optimizer_is_refused(case):
         il.meta_update(inner, train, val, WRONG_META[case](inner))
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "inner"], ids=str)
+@pytest.mark.parametrize("wrong", [None, "inner", Net()], ids=["none", "text", "model"])
 def test_what_is_no_inner_loop_is_refused(wrong):
     inner, train, val = built(learn=("lr",))
     with refuses("InnerLoop"):
         il.meta_update(wrong, train, val, optim.SGD(inner.parameters(), lr=0.1))
-
-
-def test_a_plain_model_is_refused():
-    model = Net()
-    *train, val = batches(STEPS + 1)
-    with refuses("InnerLoop", model=model):
-        il.meta_update(model, train, val, optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_meta_parameters_without_influence_are_refused():
@@ -419,17 +395,13 @@ def test_a_loss_that_becomes_nan_changes_nothing():
     assert inner.settings["lr"].item() == 0.1
 
 
-def test_it_works_or_is_refused_without_gradients():
+def test_gradients_may_be_off():
     """Inside a `no_grad` block, as in the middle of a training script's evaluation."""
     inner, train, val = built(learn=("lr",))
     twin = copy.deepcopy(inner)
     il.meta_update(twin, train, val, optim.SGD(twin.parameters(), lr=0.1))
-    try:
-        with torch.no_grad():
-            il.meta_update(inner, train, val, optim.SGD(inner.parameters(), lr=0.1))
-    except il.InnerLoopError as error:
-        assert "no_grad" in str(error)
-        return
+    with torch.no_grad():
+        il.meta_update(inner, train, val, optim.SGD(inner.parameters(), lr=0.1))
     assert_close(inner.parameters(), twin.parameters())
 
 

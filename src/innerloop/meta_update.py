@@ -29,16 +29,24 @@ def meta_update(
 ) -> list[Tensor]:
     """Update the meta-parameters ``updates`` times by the exact meta-gradient (Algorithm 1).
 
-    Every time, training starts from a copy of the model and of the optimizer's state as they are
-    now (or from the carried state of ``Truncated(carry=True)``), runs over ``train``, and is
-    measured on ``val``; the model, the optimizer and their gradients are left as they are, except
-    for what ``inner`` learns. ``train`` and ``val`` may be functions without arguments that give
-    new data for every update. ``tasks`` is that of ``inner(train, val)``; the mean over tasks
-    counts. Random numbers of the ordinary run, as of its dropout, go on where they were, but for
-    those that such functions draw; an update has others, which follow from the random state of the
-    run and from the meta-parameters, so that a resumed run has the same ones. An LBFGS evaluates an
-    update several times: from the same state, on the same data, with the same random numbers.
+    Each update trains from a copy of the model and of the optimizer's state as they are now (or
+    from the carried state of ``Truncated(carry=True)``) over ``train``, and is measured on ``val``.
+    The model, the optimizer and their gradients stay as they are, except for what ``inner`` learns.
     Returns the validation losses.
+
+    Random numbers: those of the ordinary run, as of its dropout, are not touched, except by
+    functions that draw data. An update has random numbers of its own, which follow from the random
+    state of the run and from the meta-parameters, so a resumed run repeats them. An LBFGS evaluates
+    an update several times: from the same state, on the same data, with the same random numbers.
+
+    Args:
+        inner: the inner loop.
+        train: one batch for each step, or a function without arguments that returns new ones for
+            every update.
+        val: the data of L_val, or such a function.
+        meta_optimizer: the optimizer of meta-parameters of ``inner``.
+        updates: the number of updates.
+        tasks: as for ``inner(train, val)``; the mean over tasks counts.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -51,34 +59,37 @@ def meta_update(
     >>> optimizer.param_groups[0]["lr"] > 0.01
     True
     """
-    phi = _learned(inner, meta_optimizer, updates)
+    phi = _updated_parameters(inner, meta_optimizer, updates)
     devices = devices_of(inner.parameters())
     if not callable(train):
         with preserved(devices):  # a DataLoader draws a seed even if it does not shuffle
             _seed_anew(devices, phi)
             train = as_batches(train)
-    losses: list[Tensor] = []
 
-    def evaluated(batches: Any, judged: Any) -> Tensor:
+    def evaluate(batches: Any, held_out: Any) -> Tensor:
+        """Sets the meta-gradient and returns L_val."""
         # Lines 2 to 9 are the forward of the loop, lines 10 to 15 its backward.
-        value = inner(batches, judged, tasks=tasks).mean()
+        value = inner(batches, held_out, tasks=tasks).mean()
         grads = torch.autograd.grad(value, phi, allow_unused=True)
         if all(grad is None for grad in grads):
-            raise RequirementError(_NOTHING)
+            raise _nothing_reached()
         _check_finite(inner, value, dict(zip(phi, grads, strict=True)))
         for param, grad in zip(phi, grads, strict=True):
             param.grad = grad
         return value.detach()
 
+    losses: list[Tensor] = []
     kept = [p.grad for p in phi]
     try:
         for _ in range(updates):  # line 1
-            once = partial(evaluated, _given(train), _given(val))
+            batches, held_out = _draw(train), _draw(val)
             carried = inner._carried
             with preserved(devices):
                 _seed_anew(devices, phi)
                 try:
-                    losses.append(_taken(inner, meta_optimizer, once))
+                    losses.append(
+                        _take_step(inner, meta_optimizer, partial(evaluate, batches, held_out))
+                    )
                 except BaseException:
                     inner._carried = carried  # an update that was not taken leaves no trace
                     raise
@@ -88,50 +99,90 @@ def meta_update(
     return losses
 
 
+def _draw(data: Any | Callable[[], Any]) -> Any:
+    return data() if callable(data) else data
+
+
 def _seed_anew(devices: Devices, phi: list[Tensor]) -> None:
-    """Random numbers that differ from the run's and from those of other updates."""
+    """Seed random numbers that differ from the run's and from those of other updates."""
     now = Randomness(devices)
     digest = hashlib.sha256(b"".join(bytes(s.cpu().numpy()) for s in now.states))
     for p in phi:
         real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
         flat = real.flatten().to(torch.float64)
         # Weighted: what is learned may keep its sum.
-        said = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=p.device).cos()
-        digest.update(struct.pack("d", said.item()))
+        weights = torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=p.device).cos()
+        digest.update(struct.pack("d", (flat @ weights).item()))
     seeded(devices, int.from_bytes(digest.digest()[:7], "big"))
 
 
-def _taken(
-    inner: InnerLoop, meta_optimizer: torch.optim.Optimizer, once: Callable[[], Tensor]
+def _take_step(
+    inner: InnerLoop, meta_optimizer: torch.optim.Optimizer, evaluate: Callable[[], Tensor]
 ) -> Tensor:
-    if isinstance(meta_optimizer, torch.optim.LBFGS):
-        return meta_optimizer.step(_repeatable(inner, once))  # type: ignore[arg-type, return-value]
-    with torch.enable_grad():
-        found = once()
-    meta_optimizer.step()  # line 16
-    return found
-
-
-def _repeatable(inner: InnerLoop, once: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same from the same state and with the same random numbers, whenever it is called."""
+    """One step of the meta-optimizer; an LBFGS repeats the evaluation from the same state."""
+    if not isinstance(meta_optimizer, torch.optim.LBFGS):
+        with torch.enable_grad():
+            value = evaluate()
+        meta_optimizer.step()  # line 16
+        return value
     carried, randomness = inner._carried, Randomness(devices_of(inner.parameters()))
 
-    def again() -> Tensor:
+    def evaluate_again() -> Tensor:
         inner._carried = carried
         randomness.set()
-        return once()
+        return evaluate()
 
-    return again
+    return meta_optimizer.step(evaluate_again)  # type: ignore[arg-type, return-value]
+
+
+def _updated_parameters(inner: Any, meta_optimizer: Any, updates: Any) -> list[Tensor]:
+    """The meta-parameters that the meta-optimizer updates. Refuses wrong arguments."""
+    if not isinstance(updates, int) or isinstance(updates, bool) or updates < 0:
+        raise _wrong(f"updates={updates!r}", "a whole number")
+    if not isinstance(inner, InnerLoop):
+        raise _wrong(f"a {type(inner).__name__} as inner", "an InnerLoop")
+    if not isinstance(meta_optimizer, torch.optim.Optimizer):
+        found = meta_optimizer if isinstance(meta_optimizer, type) else type(meta_optimizer)
+        needed = "an instance of a torch.optim class"
+        raise _wrong(f"{found.__name__} as the meta-optimizer", needed)
+    known = {id(p) for p in inner.parameters()}
+    phi = [p for group in meta_optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not any(id(p) in known for p in phi):
+        needed = "one over meta-parameters"
+        raise _wrong("a meta-optimizer without any parameter of inner", needed)
+    return phi
+
+
+def _wrong(wrote: str, needed: str) -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            f"You gave {wrote} to meta_update.",
+            f"{needed}.",
+            "it updates the parameters of an inner loop by a meta-optimizer, some number of times.",
+            "meta_update(inner, train, val, torch.optim.Adam(inner.parameters()), updates=1).",
+        )
+    )
+
+
+def _nothing_reached() -> RequirementError:
+    return RequirementError(
+        four_part(
+            "No meta-parameter of the inner loop has an influence on the validation loss.",
+            "at least one that has.",
+            "a gradient that reaches nothing updates nothing.",
+            "innerloop.diagnose(inner, train, val), which says where the path ends.",
+        )
+    )
 
 
 def _check_finite(inner: InnerLoop, value: Tensor, grads: dict[Tensor, Tensor | None]) -> None:
-    """A step along NaN would spoil the meta-parameters and the meta-optimizer for good."""
+    """Refuses a step along NaN, which would spoil φ and the meta-optimizer for good."""
     broken = [p for p, grad in grads.items() if grad is not None and not grad.isfinite().all()]
     if value.isfinite() and not broken:
         return
     names = {id(p): name for name, p in inner.named_parameters()}
-    said = ", ".join(names.get(id(p), "a parameter of another module") for p in broken)
-    what = f"its gradient is not finite for {said}" if said else "its gradient is finite"
+    listed = ", ".join(names.get(id(p), "a parameter of another module") for p in broken)
+    what = f"its gradient is not finite for {listed}" if listed else "its gradient is finite"
     raise DivergedError(
         four_part(
             f"The validation loss is {value.item():g} after training; {what}.",
@@ -141,44 +192,3 @@ def _check_finite(inner: InnerLoop, value: Tensor, grads: dict[Tensor, Tensor | 
             "validation data; innerloop.diagnose(inner, train, val) says more.",
         )
     )
-
-
-_NOTHING = four_part(
-    "No meta-parameter of the inner loop has an influence on the validation loss.",
-    "at least one that has.",
-    "a gradient that reaches nothing updates nothing.",
-    "innerloop.diagnose(inner, train, val), which says where the path ends.",
-)
-
-
-def _learned(inner: Any, meta_optimizer: Any, updates: Any) -> list[Tensor]:
-    """The meta-parameters that the meta-optimizer updates, or an error."""
-    if not isinstance(updates, int) or isinstance(updates, bool) or updates < 0:
-        raise InnerLoopError(_wrong(f"updates={updates!r}", "a whole number"))
-    if not isinstance(inner, InnerLoop):
-        raise InnerLoopError(_wrong(f"a {type(inner).__name__} as inner", "an InnerLoop"))
-    if not isinstance(meta_optimizer, torch.optim.Optimizer):
-        found = meta_optimizer if isinstance(meta_optimizer, type) else type(meta_optimizer)
-        raise InnerLoopError(
-            _wrong(f"{found.__name__} as the meta-optimizer", "an instance of a torch.optim class")
-        )
-    known = {id(p) for p in inner.parameters()}
-    phi = [p for group in meta_optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not any(id(p) in known for p in phi):
-        raise InnerLoopError(
-            _wrong("a meta-optimizer without any parameter of inner", "one over meta-parameters")
-        )
-    return phi
-
-
-def _wrong(wrote: str, needed: str) -> str:
-    return four_part(
-        f"You gave {wrote} to meta_update.",
-        f"{needed}.",
-        "it updates the parameters of an inner loop by a meta-optimizer, some number of times.",
-        "meta_update(inner, train, val, torch.optim.Adam(inner.parameters()), updates=1).",
-    )
-
-
-def _given(data: Any | Callable[[], Any]) -> Any:
-    return data() if callable(data) else data

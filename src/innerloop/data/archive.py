@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,25 +25,26 @@ class Source:
     """The files of a dataset. Names have forward slashes; hidden files are left out."""
 
     def __init__(
-        self,
-        path: Path,
-        files: dict[str, Any],
-        folders: Iterable[str],
-        read: Callable[[Any], bytes],
+        self, path: Path, expected: str, entries: Mapping[str, Any], read: Callable[[Any], bytes]
     ) -> None:
         """Keep the entry of each file, which ``read`` turns into its content."""
-        self.path, self._files, self._read = path, files, read
-        self.names = sorted(name for name in files if not _is_hidden(name))
-        self.folders = sorted(name for name in folders if name and not _is_hidden(name))
+        self.path, self.expected, self._entries, self._read = path, expected, entries, read
+        shown = sorted(name for name in entries if name and not _is_hidden(name))
+        self.names = [name for name in shown if not name.endswith("/")]
+        self.folders = [name for name in shown if name.endswith("/")]
 
     def read(self, name: str) -> bytes:
         """Return the content of one file."""
         with reading(self.locate(name), "a regular, undamaged file"):
-            return self._read(self._files[name])
+            return self._read(self._entries[name])
 
     def locate(self, name: str) -> str:
         """Describe where a file is, for messages."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}, file {name}"
+
+    def unusable(self, problem: str) -> InnerLoopError:
+        """Return the error for files that are not what they should be."""
+        return unusable_file(self.path, problem, self.expected)
 
 
 @contextmanager
@@ -49,129 +52,92 @@ def open_source(path: Path, expected: str) -> Iterator[Source]:
     """Open a folder, a zip or a tar; a failure inside names ``path`` and ``expected``."""
     with reading(path, expected):
         if path.is_dir():
-            yield _folder(path)
+            yield Source(path, expected, _list_folder(path), Path.read_bytes)
         elif path.name.endswith(TARS):
-            with tarfile.open(path, "r:" if path.suffix == ".tar" else "r:gz") as archive:
-                yield _tar(path, archive, expected)
+            with tarfile.open(path, "r:" if path.suffix == ".tar" else "r:gz") as tar:
+                yield Source(path, expected, _list_tar(tar), lambda entry: _read_tar(tar, entry))
         else:
             with zipfile.ZipFile(path) as archive:
-                yield _zip(path, archive, expected)
+                yield Source(path, expected, _list_zip(archive), archive.read)
 
 
 def checksum(path: Path) -> str:
     """Return the SHA-256 of a file, or of the names, sizes and times of the files in a folder."""
-    digest = hashlib.sha256()
     if path.is_dir():
-        source = _folder(path)
-        digest.update("\n".join([*source.folders, ""]).encode())
-        for name in source.names:
-            status = (path / name).stat()
-            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest = hashlib.sha256()
+        for name, file in sorted(_list_folder(path).items()):
+            status = file.stat()
+            known = "" if file.is_dir() else f"{status.st_size}\0{status.st_mtime_ns}"
+            digest.update(f"{name}\0{known}\n".encode())
         return digest.hexdigest()
+    return file_digest(path, "sha256")
+
+
+def file_digest(path: Path, algorithm: str) -> str:
+    """Return a checksum of a file, read in parts."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def _folder(path: Path) -> Source:
-    files: dict[str, Path] = {}
-    folders = []
-    for found in _walk(path, {path.resolve()}):
-        name = found.relative_to(path).as_posix()
-        if found.is_dir():
-            folders.append(name)
-        else:
-            files[name] = found
-    return Source(path, files, folders, _read_regular_file)
+def _list_folder(path: Path) -> dict[str, Path]:
+    """List files and folders, also behind links; the name of a folder ends in a slash."""
+    found: dict[str, Path] = {}
+    for parent, folders, files in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        inside = Path(parent).relative_to(path)
+        found |= {f"{(inside / name).as_posix()}/": path / inside / name for name in folders}
+        found |= {(inside / name).as_posix(): path / inside / name for name in files}
+    return {name: file for name, file in found.items() if not _is_hidden(name)}
 
 
-def _walk(folder: Path, ancestors: set[Path]) -> Iterator[Path]:
-    """Yield all files and folders. A link back to an ancestor would never end, and is left out."""
-    for path in folder.iterdir():
-        if _is_hidden(path.name):
-            continue
-        if not path.is_dir():
-            yield path
-        elif (real := path.resolve()) not in ancestors:
-            yield path
-            yield from _walk(path, ancestors | {real})
-
-
-def _read_regular_file(path: Path) -> bytes:
-    if not path.is_file():  # a pipe would block forever, a device fill the memory
-        raise OSError("it is not a file")
-    return path.read_bytes()
-
-
-def _zip(path: Path, archive: zipfile.ZipFile, expected: str) -> Source:
-    files, folders = {}, []
+def _list_zip(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    found = {}
     for info in archive.infolist():
-        # The upper half of these bits is the file's Unix mode.
-        is_link = (info.external_attr >> 16) & 0o170000 == 0o120000
-        name = _safe_name(path, info.filename, is_link, info.file_size, expected)
-        if info.is_dir():
-            folders.append(name)
-        else:
-            files[name] = info
-    return Source(path, files, folders, archive.read)
+        is_link = stat.S_ISLNK(info.external_attr >> 16)  # the upper half: the file's Unix mode
+        found[_safe_name(info.filename, is_link, info.file_size)] = info
+    return found
 
 
-def _tar(path: Path, archive: tarfile.TarFile, expected: str) -> Source:
-    files, folders = {}, []
-    for member in archive:
+def _list_tar(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+    found = {}
+    for member in tar:
         is_special = not (member.isfile() or member.isdir())
-        name = _safe_name(path, member.name, is_special, member.size, expected)
-        if member.isdir():
-            folders.append(name)
-        else:
-            files[name] = member
-    _check_end(archive)
-
-    def read(member: tarfile.TarInfo) -> bytes:
-        file = archive.extractfile(member)
-        content = file.read() if file else b""
-        if len(content) != member.size:
-            raise EOFError(f"{len(content)} of {member.size} bytes are there")
-        return content
-
-    return Source(path, files, folders, read)
+        name = f"{member.name}/" if member.isdir() else member.name
+        found[_safe_name(name, is_special, member.size)] = member
+    _check_end(tar)
+    return found
 
 
-def _check_end(archive: tarfile.TarFile) -> None:
+def _read_tar(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    return file.read() if file else b""
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
     """Refuse a truncated tar: Python's reader takes a missing or broken header for the end."""
-    file: Any = archive.fileobj
-    file.seek(archive.offset)
+    file: Any = tar.fileobj
+    file.seek(tar.offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise EOFError(f"the archive is cut off or damaged after {archive.offset} bytes")
+        raise EOFError(f"the archive is cut off or damaged after {tar.offset} bytes")
     while file.read(CHUNK):  # at its end gzip compares checksums
         pass
 
 
-def _safe_name(path: Path, name: str, is_special: bool, size: int, expected: str) -> str:
-    """Return ``a/b`` for ``./a/b`` and ``a/b/``; refuse an entry that could do harm unpacked."""
+def _safe_name(name: str, is_special: bool, size: int) -> str:
+    """Return ``a/b`` for ``./a/b``; refuse an entry that could do harm unpacked."""
     parts = name.replace("\\", "/").split("/")
-    if parts[0] == "" or parts[0].endswith(":"):
-        raise _unsafe_entry(path, name, "is an absolute path", expected)
-    if ".." in parts:
-        raise _unsafe_entry(path, name, "leads out of the archive", expected)
+    if ".." in parts or parts[0] == "" or parts[0].endswith(":"):
+        raise ValueError(f"it holds {name!r}, which leads out of the archive")
     if is_special:
-        raise _unsafe_entry(path, name, "is a link or a device, not a file", expected)
+        raise ValueError(f"it holds {name!r}, which is a link or a device, not a file")
     if size > LARGEST:
-        problem = f"says it has {size} bytes, more than the {LARGEST} that are read"
-        raise _unsafe_entry(path, name, problem, expected)
-    return "/".join(part for part in name.split("/") if part not in ("", "."))
+        raise ValueError(f"it holds {name!r} of {size} bytes, more than the {LARGEST} allowed")
+    return name.removeprefix("./")
 
 
 def _is_hidden(name: str) -> bool:
     """Recognize what operating systems leave beside the data: ``.DS_Store``, ``__MACOSX/…``."""
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-
-
-def _unsafe_entry(path: Path, name: str, problem: str, expected: str) -> InnerLoopError:
-    return unusable_file(
-        path,
-        f"it holds {name!r}, which {problem}",
-        expected,
-        "the path of the dataset's own archive, which has no such entry",
-    )

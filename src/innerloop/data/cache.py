@@ -59,20 +59,16 @@ def _load(path: Path) -> Content | None:
 
 
 def _save(content: Content, path: Path) -> None:
-    """Write the file under another name first, so that other processes see all of it or nothing."""
-    temporary = None
+    """Write the file elsewhere first, so that other processes see all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            torch.save(content, file)
-        os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".save-") as aside:
+            complete = Path(aside, path.name)
+            torch.save(content, complete)
+            complete.replace(path)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"{path.parent} cannot be written ({error}), so the images will be decoded again "
             "next time. Set INNERLOOP_CACHE to a writable folder.",
             stacklevel=2,
         )
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import pickle
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from innerloop.data.archive import ENDINGS, Source, open_source
+from innerloop.data.arguments import data_root, find_file
 from innerloop.data.cache import Content, load_or_decode
-from innerloop.data.locate import data_root, find_file
-from innerloop.data.pickles import Record, load_pickle
-from innerloop.data.refusals import reading, unusable_file
-from innerloop.errors import InnerLoopError
+from innerloop.data.refusals import reading
 
 CLASSES = 10
 FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
@@ -61,13 +62,9 @@ def cifar10(root: Path | str | None = None, *, device: torch.device | str = "cpu
 def _find(root: Path) -> Path:
     if root.is_file() or (root / "data_batch_1").exists():
         return root
-    return find_file(
-        root,
-        ("cifar10", ""),
-        (*(f"cifar-10-python{ending}" for ending in ENDINGS), "cifar-10-batches-py"),
-        EXPECTED,
-        "root=... with the folder that holds it, or get it with: innerloop data fetch cifar10",
-    )
+    names = [*(f"cifar-10-python{ending}" for ending in ENDINGS), "cifar-10-batches-py"]
+    write = "root=... with the folder that holds it, or get it with: innerloop data fetch cifar10"
+    return find_file(root, ("cifar10", ""), names, EXPECTED, write)
 
 
 def _decode(path: Path) -> Content:
@@ -75,8 +72,7 @@ def _decode(path: Path) -> Content:
         files = {PurePosixPath(name).name: name for name in source.names}
         needed = [*FILES["train"], *FILES["test"], NAMES_FILE]
         if missing := [name for name in needed if name not in files]:
-            problem = f"it lacks {', '.join(missing)}"
-            raise unusable_file(path, problem, EXPECTED, "the path of a complete CIFAR-10")
+            raise source.unusable(f"it lacks {', '.join(missing)}")
         content: Content = {"names": _read_names(source, files[NAMES_FILE])}
         for part, names in FILES.items():
             batches = [_read_batch(source, files[name]) for name in names]
@@ -89,36 +85,68 @@ def _decode(path: Path) -> Content:
 
 def _read_batch(source: Source, name: str) -> Labelled:
     with reading(source.locate(name), EXPECTED_FILE):
-        found = load_pickle(source.read(name))
-        data, labels = found.get(b"data"), found.get(b"labels")
-        if not isinstance(data, Record) or not isinstance(labels, list):
-            raise _wrong_content(source, name, "it has no array 'data' or no list 'labels'")
-        if not all(type(label) is int and 0 <= label < CLASSES for label in labels):
-            raise _wrong_content(source, name, "it has labels that are not numbers from 0 to 9")
-        pixels = _as_tensor(data)
+        found = _load_pickle(source.read(name))
+        pixels, labels = _as_tensor(found[b"data"]), found[b"labels"]
         if pixels.shape != (len(labels), 3 * 32 * 32):
-            problem = f"it has data {list(pixels.shape)} for {len(labels)} labels"
-            raise _wrong_content(source, name, problem)
+            raise ValueError(f"it has data {list(pixels.shape)} for {len(labels)} labels")
+        if not all(type(label) is int and 0 <= label < CLASSES for label in labels):
+            raise ValueError("it has labels that are not numbers from 0 to 9")
         return Labelled(pixels.view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64))
 
 
-def _as_tensor(array: Record) -> Tensor:
+def _as_tensor(array: _Record) -> Tensor:
     _, shape, kind, is_fortran, content = array.state
-    if not isinstance(kind, Record) or kind.arguments[0] not in ("u1", b"u1"):
+    if kind.arguments[0] not in ("u1", b"u1"):
         raise TypeError("its array is not of type uint8")
-    if is_fortran or not isinstance(content, bytes):
-        raise TypeError("its array is not laid out row by row in bytes")
+    if is_fortran:
+        raise TypeError("its array is not laid out row by row")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape)
 
 
 def _read_names(source: Source, name: str) -> list[str]:
-    with reading(source.locate(name), "a pickled dictionary with 10 label_names"):
-        names = load_pickle(source.read(name)).get(b"label_names")
-        if not isinstance(names, list) or len(names) != CLASSES:
-            raise _wrong_content(source, name, "it has no list of 10 'label_names'")
+    with reading(source.locate(name), f"a pickled dictionary with {CLASSES} label_names"):
+        names = _load_pickle(source.read(name))[b"label_names"]
+        if len(names) != CLASSES:
+            raise ValueError(f"it has {len(names)} label_names")
         return [n.decode() if isinstance(n, bytes) else str(n) for n in names]
 
 
-def _wrong_content(source: Source, name: str, problem: str) -> InnerLoopError:
-    write = "the path of CIFAR-10's own file"
-    return unusable_file(source.locate(name), problem, EXPECTED_FILE, write)
+# Pickles. ---------------------------------------------------------------------------------------
+# A pickle is a program that may call anything by name. Only the names that describe an array in
+# CIFAR's files are known here. They lead to a stand-in that records its arguments: numpy's own
+# constructors trust the pickled state, and can be made to use raw bytes as pointers.
+
+
+class _Record:
+    """Stands in for an array or its element type."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: Any = ()
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+_KNOWN = {
+    "numpy.core.multiarray._reconstruct": _Record,
+    "numpy._core.multiarray._reconstruct": _Record,
+    "numpy.ndarray": _Record,
+    "numpy.dtype": _Record,
+    "_codecs.encode": codecs.encode,  # how Python 3 writes bytes at protocol 2
+}
+
+
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C would reserve any length it reads
+    def find_class(self, module: str, name: str) -> Any:
+        if (path := f"{module}.{name}") not in _KNOWN:
+            raise pickle.UnpicklingError(f"it holds the name {path}, which could run code")
+        return _KNOWN[path]
+
+
+def _load_pickle(content: bytes) -> dict[bytes, Any]:
+    """Return the dictionary in a pickle. Arrays are records, strings are bytes."""
+    found = _Unpickler(io.BytesIO(content), fix_imports=False, encoding="bytes").load()
+    if not isinstance(found, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, not a dictionary")
+    return found

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from innerloop.data.archive import Source
 from innerloop.data.refusals import reading, unusable_file
-from innerloop.errors import InnerLoopError
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 
@@ -49,21 +48,16 @@ def decode(source: Source, name: str, channels: int, size: int | None) -> Tensor
 
 def check_same_size(source: Source, images: dict[str, Tensor]) -> None:
     """Refuse images that differ in size: they cannot be one tensor."""
-    first = next(iter(images.values()))
+    height, width = next(iter(images.values())).shape[1:]
     for name, image in images.items():
-        if image.shape != first.shape:
-            raise _other_size(source.locate(name), image, first)
-
-
-def _other_size(where: str, image: Tensor, first: Tensor) -> InnerLoopError:
-    height, width = image.shape[1:]
-    first_height, first_width = first.shape[1:]
-    return unusable_file(
-        where,
-        f"it has {width} x {height} pixels, the first image has {first_width} x {first_height}",
-        "images of one size, or a size to which all are resized",
-        "size=32 (or another size) as an argument, or --size 32 on the command line",
-    )
+        if image.shape[1:] != (height, width):
+            other = f"{image.shape[2]} x {image.shape[1]}"
+            raise unusable_file(
+                source.locate(name),
+                f"it has {other} pixels, the first image has {width} x {height}",
+                "images of one size, or a size to which all are resized",
+                "size=32 (or another size) as an argument, or --size 32 on the command line",
+            )
 
 
 def _pillow() -> Any:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
-import time
-import urllib.error
+import tempfile
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from innerloop.data.locate import data_root
+from innerloop.data.archive import file_digest
+from innerloop.data.arguments import data_root
 from innerloop.data.refusals import refusal
 from innerloop.errors import InnerLoopError
 
 CHUNK = 1 << 16
 TIMEOUT = 30  # seconds without a byte
-TRIES = 3
-PAUSE = 1.0  # seconds before another try
 
 Progress = Callable[[str, int, int | None], object]
 
@@ -62,9 +59,9 @@ def fetch(
 ) -> list[Path]:
     """Download a dataset (``omniglot`` or ``cifar10``) to ``root`` (``$INNERLOOP_DATA``).
 
-    An interrupted download is kept as ``….part`` and resumed, at once or at the next call; the file
-    gets its name only when its checksum is right. A file that is there already and right is not
-    downloaded again. ``progress(file, done, total)`` is called as bytes arrive.
+    A file gets its name only when it is complete and its checksum is right; an interrupted download
+    leaves nothing behind. A file that is there already and right is not downloaded again.
+    ``progress(file, done, total)`` is called as bytes arrive.
 
     Returns the paths of the files.
     """
@@ -75,80 +72,42 @@ def fetch(
 
 def fetch_files(files: Sequence[File], root: Path, progress: Progress | None = None) -> list[Path]:
     """Download the files that are missing; return the paths of all."""
-    return [_fetch_file(file, root / file.path, progress or _ignore) for file in files]
+    return [_fetch_file(file, root / file.path, progress) for file in files]
 
 
-def _fetch_file(file: File, path: Path, progress: Progress) -> Path:
+def _fetch_file(file: File, path: Path, progress: Progress | None) -> Path:
     if path.exists():
-        if (found := _md5(path)) != file.md5:
+        if (found := file_digest(path, "md5")) != file.md5:
             raise _other_file(file, path, found)
         return path
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _download(file, part, progress)
-        if (found := _md5(part)) != file.md5:
-            part.unlink()
-            raise _wrong_checksum(file, found)
-        part.replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as aside:
+            received = Path(aside, path.name)
+            _receive(file, received, progress)
+            if (found := file_digest(received, "md5")) != file.md5:
+                raise _wrong_checksum(file, found)
+            received.replace(path)
     except (OSError, http.client.HTTPException) as error:
-        raise _download_failed(file, part, error) from error
+        raise _download_failed(file, path, error) from error
     return path
 
 
-def _download(file: File, part: Path, progress: Progress) -> None:
-    """Receive the file in up to ``TRIES`` connections, each resuming the one before."""
-    if part.exists() and _md5(part) == file.md5:
-        return
-    for attempt in range(1, TRIES + 1):
-        try:
-            return _receive(file, part, progress)
-        except (OSError, http.client.HTTPException) as error:
-            if not _worth_another_try(error) or attempt == TRIES:
-                raise
-            if getattr(error, "code", None) == 416:  # the part is longer than the file
-                part.unlink(missing_ok=True)
-        time.sleep(PAUSE)
-
-
-def _worth_another_try(error: Exception) -> bool:
-    if isinstance(error, urllib.error.HTTPError):
-        error.close()
-        return error.code == 416 or error.code >= 500
-    return True
-
-
-def _receive(file: File, part: Path, progress: Progress) -> None:
-    """Append what is missing to ``part``, or write all of it if the server cannot resume."""
-    done = part.stat().st_size if part.exists() else 0
+def _receive(file: File, path: Path, progress: Progress | None) -> None:
     request = urllib.request.Request(file.url, headers={"User-Agent": "innerloop"})
-    if done:
-        request.add_header("Range", f"bytes={done}-")
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-        if reply.status != 206:
-            done = 0
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply, path.open("wb") as out:
         length = reply.headers.get("Content-Length", "")
-        total = done + int(length) if length.isdigit() else None
-        with part.open("ab" if done else "wb") as out:
-            progress(file.path, done, total)
-            while chunk := reply.read(CHUNK):
-                out.write(chunk)
-                done += len(chunk)
+        total = int(length) if length.isdigit() else None
+        done = 0
+        while True:
+            if progress is not None:
                 progress(file.path, done, total)
+            chunk = reply.read(CHUNK)
+            if not chunk:
+                break
+            done += out.write(chunk)
     if total is not None and done < total:
         raise ConnectionError(f"the connection ended after {done} of {total} bytes")
-
-
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _ignore(name: str, done: int, total: int | None) -> None:
-    pass
 
 
 def _no_download(name: str) -> InnerLoopError:
@@ -179,11 +138,10 @@ def _other_file(file: File, path: Path, found: str) -> InnerLoopError:
     )
 
 
-def _download_failed(file: File, part: Path, error: Exception) -> InnerLoopError:
-    kept = part.stat().st_size if part.exists() else 0
+def _download_failed(file: File, path: Path, error: Exception) -> InnerLoopError:
     return refusal(
         f"{file.url} could not be downloaded ({error}).",
-        f"a connection to it, and room for it in {part.parent}.",
-        f"{kept} bytes have arrived and are kept in {part}.",
-        "the same command again: it resumes the download.",
+        f"a connection to it, and room for it in {path.parent}.",
+        "only a complete file is kept.",
+        "the same command again: it downloads the file from the start.",
     )

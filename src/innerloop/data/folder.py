@@ -6,22 +6,20 @@ import re
 from pathlib import Path
 
 from innerloop.data.archive import Source, open_source
-from innerloop.data.decode import check_same_size, decode, is_image
+from innerloop.data.arguments import check_integer, data_root
+from innerloop.data.decode import is_image
 from innerloop.data.images import Images, Splits
-from innerloop.data.integers import check_integer
-from innerloop.data.locate import data_root
 from innerloop.data.refusals import refusal, unusable_file
-from innerloop.data.splits import PARTS, find_overlap, load_splits
-from innerloop.errors import InnerLoopError
+from innerloop.data.splits import PARTS, Listing, decode_splits, find_overlap, load_splits
 
-EXPECTED = "train/class/image, val/class/image and test/class/image, PNG or JPEG"
+EXPECTED = (
+    "train/class/image, val/class/image and test/class/image, PNG or JPEG, each class in one of "
+    "the three, and nothing else in these"
+)
 UNREAD = (".bmp", ".gif", ".tif", ".tiff", ".webp")
 LARGEST = 1024  # pixels; images of a few-shot task are far smaller
 
 _SPLIT = re.compile(rf"((?:[^/]+/)*?)(?:{'|'.join(PARTS)})/")
-
-Listing = dict[str, dict[str, list[str]]]
-"""The files of each class of each split."""
 
 
 def folder(
@@ -39,9 +37,13 @@ def folder(
     Returns images ``[n, channels, height, width]``.
     """
     size = None if size is None else check_integer("size", size, most=LARGEST)
-    channels = check_integer("channels", channels)
-    if channels not in (1, 3):
-        raise _no_such_channels(channels)
+    if check_integer("channels", channels) not in (1, 3):
+        raise refusal(
+            f"You asked for images with channels={channels}.",
+            "3 channels (RGB) or 1 (gray).",
+            "these are the images that PNG and JPEG files hold.",
+            "folder(root, size=32, channels=3).",
+        )
     path = data_root(root)
     if not path.exists():
         write = "the folder that holds train/"
@@ -52,33 +54,22 @@ def folder(
 
 def _decode(path: Path, size: int | None, channels: int) -> dict[str, Images]:
     with open_source(path, EXPECTED) as source:
-        listing = _list_files(source)
-        images = {}
-        for by_class in listing.values():
-            for files in by_class.values():
-                images |= {name: decode(source, name, channels, size) for name in files}
-        check_same_size(source, images)
-    splits = {}
-    for part, by_class in listing.items():
-        stacks = {label: [images[name] for name in files] for label, files in by_class.items()}
-        splits[part] = Images.stack(stacks)
-    return splits
+        return decode_splits(source, _list_files(source), channels, size)
 
 
 def _list_files(source: Source) -> Listing:
     """List the images by split and class. Nothing outside the three folders is read."""
     prefix = _find_prefix(source)
     listing: Listing = {part: {} for part in PARTS}
-    for name in [*(f"{name}/" for name in source.folders), *source.names]:
+    for name in [*source.folders, *source.names]:
         part, _, inside = name.removeprefix(prefix).partition("/")
         if not name.startswith(prefix) or part not in listing:
             continue
         label, in_class, file = inside.partition("/")
         if is_image(name) and (not in_class or "/" in file):
-            problem = f"the image {name!r} is not at {prefix}{part}/class/image"
-            raise _wrong_layout(source, problem)
+            raise source.unusable(f"the image {name!r} is not at {prefix}{part}/class/image")
         if name.lower().endswith(UNREAD):
-            raise _wrong_layout(source, f"the image {name!r} is neither PNG nor JPEG")
+            raise source.unusable(f"the image {name!r} is neither PNG nor JPEG")
         if in_class:
             files = listing[part].setdefault(label, [])
             if is_image(name):
@@ -91,13 +82,13 @@ def _check_classes(source: Source, prefix: str, listing: Listing) -> None:
     places = []
     for part, by_class in listing.items():
         if not by_class:
-            raise _wrong_layout(source, f"it has no images in {prefix}{part}/class/")
+            raise source.unusable(f"it has no images in {prefix}{part}/class/")
         for label, files in by_class.items():
             if not files:
-                raise _wrong_layout(source, f"it has no images in {prefix}{part}/{label}/")
+                raise source.unusable(f"it has no images in {prefix}{part}/{label}/")
             places.append((f"class {label!r}", f"{part}/"))
     if overlap := find_overlap(places):
-        raise _wrong_layout(source, overlap)
+        raise source.unusable(overlap)
 
 
 def _find_prefix(source: Source) -> str:
@@ -106,23 +97,5 @@ def _find_prefix(source: Source) -> str:
     prefixes = sorted({match[1] for match in matches if match})
     if len(prefixes) > 1:
         places = " and in ".join(f"./{prefix}" for prefix in prefixes)
-        raise _wrong_layout(source, f"it has train/, val/ or test/ in {places}")
+        raise source.unusable(f"it has train/, val/ or test/ in {places}")
     return prefixes[0] if prefixes else ""
-
-
-def _no_such_channels(channels: int) -> InnerLoopError:
-    return refusal(
-        f"You asked for images with channels={channels}.",
-        "3 channels (RGB) or 1 (gray).",
-        "these are the images that PNG and JPEG files hold.",
-        "folder(root, size=32, channels=3).",
-    )
-
-
-def _wrong_layout(source: Source, problem: str) -> InnerLoopError:
-    return unusable_file(
-        source.path,
-        problem,
-        f"{EXPECTED}, each class in one of the three",
-        "root=... with the folder that holds train/, val/ and test/, and nothing else in these",
-    )

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from innerloop.data.arguments import check_integer
 from innerloop.data.images import Images, Splits
-from innerloop.data.integers import check_integer
 
 SIZE = 28
 MOST_STROKES = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop.data.integers import as_integer
 from innerloop.data.refusals import refusal
-from innerloop.errors import InnerLoopError
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,21 +39,24 @@ class Images:
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
+        pixels, offsets = self.pixels, self.offsets
         fits = (
-            isinstance(self.pixels, Tensor)
-            and self.pixels.dtype == torch.uint8
-            and self.pixels.ndim == 4
-            and isinstance(self.offsets, Tensor)
-            and self.offsets.dtype == torch.int64
-            and self.offsets.ndim == 1
-            and self.offsets.tolist()[:1] == [0]
-            and self.offsets[-1].item() == len(self.pixels)
+            _has(pixels, torch.uint8, 4)
+            and _has(offsets, torch.int64, 1)
+            and len(offsets) == len(self.names) + 1
+            and offsets[0] == 0
+            and offsets[-1] == len(pixels)
             and bool((self.counts > 0).all())
-            and isinstance(self.names, tuple | list)
-            and len(self.names) == len(self.offsets) - 1
         )
         if not fits:
-            raise _parts_do_not_fit(self)
+            raise refusal(
+                f"You gave Images pixels {_describe(pixels)}, offsets {_describe(offsets)} and "
+                f"{len(self.names)} names.",
+                "uint8 pixels [images, channel, height, width], an int64 tensor of offsets that "
+                "rise from 0 to the number of images, one name per class.",
+                "a class is a range of rows of one tensor, and no class is empty.",
+                "Images.stack(images_by_class), which computes the offsets.",
+            )
 
     @classmethod
     def stack(cls, by_class: Mapping[str, Sequence[Tensor]]) -> Images:
@@ -63,7 +64,12 @@ class Images:
         images = list(chain.from_iterable(by_class.values()))
         kinds = sorted({_describe(image) for image in images})
         if len(kinds) != 1 or not isinstance(images[0], Tensor):
-            raise _cannot_stack(len(images), kinds)
+            raise refusal(
+                f"You gave {len(images)} images: {', '.join(kinds) or 'no classes'}.",
+                "uint8 tensors [channel, height, width] of one shape, at least one per class.",
+                "all images of a split are one tensor.",
+                "Images.stack({'a': [image, ...], 'b': [...]}), resized to one size.",
+            )
         counts = torch.tensor([len(of_class) for of_class in by_class.values()])
         return cls(torch.stack(images), _offsets(counts), tuple(by_class))
 
@@ -93,11 +99,17 @@ class Images:
 
     def select(self, classes: Sequence[int] | Tensor) -> Images:
         """Return the classes with these numbers, in this order."""
-        listed = classes.tolist() if isinstance(classes, Tensor) else classes
-        numbers = [as_integer(c) for c in listed] if isinstance(listed, Iterable) else []
-        chosen = [c for c in numbers if c is not None and 0 <= c < len(self)]
-        if not chosen or len({*chosen}) < len(numbers):
-            raise _no_such_classes(classes, len(self))
+        numbers = torch.as_tensor(classes)
+        chosen = numbers.flatten().tolist()
+        is_whole = not numbers.is_floating_point() and numbers.dtype != torch.bool
+        fits = is_whole and numbers.ndim == 1 and {*chosen} <= {*range(len(self))}
+        if not chosen or not fits or len({*chosen}) < len(chosen):
+            raise refusal(
+                f"You selected the classes {classes!r}.",
+                f"whole numbers from 0 to {len(self) - 1}, at least one, and none twice.",
+                "a class is chosen by its number, and is in a split once.",
+                "images.select([0, 2]), or images.select(mask.nonzero().flatten()) for a mask.",
+            )
         starts = self.offsets.tolist()
         rows = torch.cat([torch.arange(starts[c], starts[c + 1]) for c in chosen])
         names = tuple(self.names[c] for c in chosen)
@@ -108,7 +120,12 @@ class Images:
         """Add every class turned by 90, 180 and 270 degrees (anticlockwise) as a further class."""
         height, width = self.pixels.shape[-2:]
         if height != width:
-            raise _not_square(height, width)
+            raise refusal(
+                f"You asked to rotate images of {height} x {width}.",
+                "square images.",
+                "turned by 90 degrees they must still fit in one tensor.",
+                "load the images at a square size.",
+            )
         pixels = torch.cat([torch.rot90(self.pixels, turns, (-2, -1)) for turns in range(4)])
         names = list(self.names)
         for degrees in (90, 180, 270):
@@ -143,46 +160,10 @@ def _offsets(counts: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
+def _has(value: object, dtype: torch.dtype, dimensions: int) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype and value.ndim == dimensions
+
+
 def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"{type(value).__name__}{length}"
-
-
-def _parts_do_not_fit(images: Images) -> InnerLoopError:
-    return refusal(
-        f"You gave Images pixels {_describe(images.pixels)}, offsets "
-        f"{_describe(images.offsets)} and names {_describe(images.names)}.",
-        "uint8 pixels [images, channel, height, width], an int64 tensor of offsets that rise "
-        "from 0 to the number of images, one name per class.",
-        "a class is a range of rows of one tensor, and no class is empty.",
-        "Images.stack(images_by_class), which computes the offsets.",
-    )
-
-
-def _cannot_stack(number: int, kinds: list[str]) -> InnerLoopError:
-    return refusal(
-        f"You gave {number} images: {', '.join(kinds) or 'no classes'}.",
-        "uint8 tensors [channel, height, width] of one shape, at least one per class.",
-        "all images of a split are one tensor.",
-        "Images.stack({'a': [image, ...], 'b': [...]}), resized to one size.",
-    )
-
-
-def _no_such_classes(classes: object, number: int) -> InnerLoopError:
-    return refusal(
-        f"You selected the classes {classes!r}.",
-        f"whole numbers from 0 to {number - 1}, at least one, and none twice.",
-        "a class is chosen by its number, and is in a split once.",
-        "images.select([0, 2]), or images.select(mask.nonzero().flatten()) for a mask.",
-    )
-
-
-def _not_square(height: int, width: int) -> InnerLoopError:
-    return refusal(
-        f"You asked to rotate images of {height} x {width}.",
-        "square images.",
-        "turned by 90 degrees they must still fit in one tensor.",
-        "load the images at a square size.",
-    )
+    is_tensor = isinstance(value, Tensor)
+    return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__

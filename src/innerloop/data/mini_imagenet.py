@@ -7,18 +7,13 @@ import io
 from pathlib import Path, PurePosixPath
 
 from innerloop.data.archive import ENDINGS, Source, open_source
-from innerloop.data.decode import decode
+from innerloop.data.arguments import data_root, find_file
 from innerloop.data.images import Images, Splits
-from innerloop.data.locate import data_root, find_file
-from innerloop.data.refusals import reading, unusable_file
-from innerloop.data.splits import PARTS, find_overlap, load_splits
-from innerloop.errors import InnerLoopError
+from innerloop.data.refusals import reading
+from innerloop.data.splits import PARTS, Listing, decode_splits, find_overlap, load_splits
 
 SIZE = 84
 EXPECTED = "images/*.jpg beside train.csv, val.csv and test.csv with the columns filename and label"
-
-Listing = dict[str, dict[str, list[str]]]
-"""The files of each class of each split."""
 
 
 def mini_imagenet(root: Path | str | None = None, *, seed: int = 0) -> Splits:
@@ -40,24 +35,15 @@ def _find(root: Path) -> Path:
     for place in (root / "mini-imagenet", root):
         if (place / "train.csv").exists():
             return place
-    return find_file(
-        root,
-        ("mini-imagenet", ""),
-        [f"mini-imagenet{ending}" for ending in ENDINGS],
-        f"mini-imagenet.zip (or .tar.gz, .tgz, .tar), or {EXPECTED}",
-        "root=... with the folder that holds it",
-    )
+    names = [f"mini-imagenet{ending}" for ending in ENDINGS]
+    expected = f"mini-imagenet.zip (or .tar.gz, .tgz, .tar), or {EXPECTED}"
+    write = "root=... with the folder that holds it"
+    return find_file(root, ("mini-imagenet", ""), names, expected, write)
 
 
 def _decode(path: Path) -> dict[str, Images]:
-    splits = {}
     with open_source(path, EXPECTED) as source:
-        for part, by_class in _list_files(source).items():
-            stacks = {}
-            for label, files in by_class.items():
-                stacks[label] = [decode(source, file, 3, SIZE) for file in files]
-            splits[part] = Images.stack(stacks)
-    return splits
+        return decode_splits(source, _list_files(source), 3, SIZE)
 
 
 def _list_files(source: Source) -> Listing:
@@ -66,8 +52,7 @@ def _list_files(source: Source) -> Listing:
     for part in PARTS:
         tables = [name for name in source.names if PurePosixPath(name).name == f"{part}.csv"]
         if len(tables) != 1:
-            problem = f"it holds {len(tables)} files named {part}.csv, not one"
-            raise _wrong_content(source, problem)
+            raise source.unusable(f"it holds {len(tables)} files named {part}.csv, not one")
         listing[part] = _read_table(source, tables[0])
     _check_files(source, listing)
     return listing
@@ -82,10 +67,10 @@ def _read_table(source: Source, table: str) -> dict[str, list[str]]:
             file, label = row.get("filename"), row.get("label")
             if not file or not label:
                 problem = f"line {rows.line_num} of {table} lacks a filename or a label"
-                raise _wrong_content(source, problem)
+                raise source.unusable(problem)
             by_class.setdefault(label, []).append(str(images / file))
     if not by_class:
-        raise _wrong_content(source, f"{table} lists no images")
+        raise source.unusable(f"{table} lists no images")
     return by_class
 
 
@@ -98,11 +83,7 @@ def _check_files(source: Source, listing: Listing) -> None:
             places.append((f"class {label!r}", f"{part}.csv"))
             for file in files:
                 if file not in present:
-                    raise _wrong_content(source, f"{file}, listed for class {label!r}, is missing")
+                    raise source.unusable(f"{file}, listed for class {label!r}, is missing")
                 places.append((file, f"class {label!r} of {part}.csv"))
     if overlap := find_overlap(places):
-        raise _wrong_content(source, overlap)
-
-
-def _wrong_content(source: Source, problem: str) -> InnerLoopError:
-    return unusable_file(source.path, problem, EXPECTED, "the path of a complete mini-ImageNet")
+        raise source.unusable(overlap)

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 
 from innerloop.data.archive import ENDINGS, Source, open_source
+from innerloop.data.arguments import SEEDS, check_integer, data_root, find_file
 from innerloop.data.cache import Content, load_or_decode
 from innerloop.data.decode import decode, is_image
 from innerloop.data.images import Images, Splits
-from innerloop.data.integers import SEEDS, check_integer
-from innerloop.data.locate import data_root, find_file
 from innerloop.data.refusals import unusable_file
 from innerloop.data.splits import find_overlap
 from innerloop.errors import InnerLoopError
@@ -56,13 +55,10 @@ def omniglot(
 
 
 def _find(root: Path, part: str) -> Path:
-    return find_file(
-        root,
-        ("omniglot", "omniglot/python", ""),
-        [f"{part}{ending}" for ending in (*ENDINGS, "")],
-        f"Omniglot's {' and '.join(PARTS)}, as {', '.join(ENDINGS)} or unpacked",
-        "the folder that holds them, or get them with: innerloop data fetch omniglot",
-    )
+    names = [f"{part}{ending}" for ending in (*ENDINGS, "")]
+    expected = f"Omniglot's {' and '.join(PARTS)}, as {', '.join(ENDINGS)} or unpacked"
+    write = "the folder that holds them, or get them with: innerloop data fetch omniglot"
+    return find_file(root, ("omniglot", "omniglot/python", ""), names, expected, write)
 
 
 def _decode(paths: list[Path]) -> Content:
@@ -73,8 +69,7 @@ def _decode(paths: list[Path]) -> Content:
                 places.append((character, path.name))
                 images += [255 - decode(source, file, 1, SIZE) for file in files]
     if overlap := find_overlap(places):
-        write = "root=... with Omniglot's own two parts"
-        raise unusable_file(paths[0].parent, overlap, EXPECTED, write)
+        raise unusable_file(paths[0].parent, overlap, EXPECTED)
     return {"pixels": torch.stack(images), "names": [character for character, _ in places]}
 
 
@@ -84,14 +79,13 @@ def _list_characters(source: Source) -> dict[str, list[str]]:
     for name in filter(is_image, source.names):
         parts = name.split("/")
         if len(parts) < 3:
-            problem = f"the image {name!r} belongs to no alphabet and character"
-            raise _wrong_content(source, problem)
+            raise source.unusable(f"the image {name!r} belongs to no alphabet and character")
         found.setdefault("/".join(parts[-3:-1]), []).append(name)
     if not found:
-        raise _wrong_content(source, "it holds no PNG images")
+        raise source.unusable("it holds no PNG images")
     for character, files in found.items():
         if len(files) != DRAWINGS:
-            raise _wrong_content(source, f"{character} has {len(files)} drawings, not {DRAWINGS}")
+            raise source.unusable(f"{character} has {len(files)} drawings, not {DRAWINGS}")
     return found
 
 
@@ -102,8 +96,3 @@ def _wrong_splits(folder: Path, characters: int, sizes: list[int]) -> InnerLoopE
         "all 1,623 characters, or three splits that sum to no more than there are",
         "root=... with the complete dataset, or splits=(...)",
     )
-
-
-def _wrong_content(source: Source, problem: str) -> InnerLoopError:
-    write = "the path of the complete part of Omniglot"
-    return unusable_file(source.path, problem, EXPECTED, write)

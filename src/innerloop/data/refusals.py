@@ -8,13 +8,17 @@ from pathlib import Path
 
 from innerloop.errors import InnerLoopError, four_part
 
+COMPLETE = "the path of a complete copy, laid out as the dataset's own"
+
 
 def refusal(wrote: str, needed: str, why: str, write: str) -> InnerLoopError:
     """Return an error of four parts."""
     return InnerLoopError(four_part(wrote, needed, why, write))
 
 
-def unusable_file(path: Path | str, problem: str, expected: str, write: str) -> InnerLoopError:
+def unusable_file(
+    path: Path | str, problem: str, expected: str, write: str = COMPLETE
+) -> InnerLoopError:
     """Return the error for a file that cannot be used."""
     why = "images are read only from files that are complete and laid out as the dataset's own."
     return refusal(f"{path}: {problem}.", f"{expected}.", why, f"{write}.")
@@ -31,9 +35,5 @@ def reading(path: Path | str, expected: str) -> Iterator[None]:
     except (InnerLoopError, ImportError):
         raise
     except Exception as error:
-        raise unusable_file(
-            path,
-            f"it cannot be read ({str(error) or type(error).__name__})",
-            expected,
-            "the path of a complete file: copy or download it again",
-        ) from error
+        problem = f"it cannot be read ({str(error) or type(error).__name__})"
+        raise unusable_file(path, problem, expected) from error

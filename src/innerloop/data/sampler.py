@@ -1,18 +1,62 @@
-"""Draws few-shot tasks, one meta-batch at a time."""
+"""Few-shot tasks: a support set to train on and a query set to evaluate on, drawn at random."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from innerloop.data.episodes import Batch, Episode
+from innerloop.data.arguments import SEEDS, check_integer
 from innerloop.data.images import Images
-from innerloop.data.integers import SEEDS, check_integer
 from innerloop.data.refusals import refusal
 from innerloop.errors import InnerLoopError
+
+
+class Batch(NamedTuple):
+    """Images and their labels."""
+
+    x: Tensor
+    """``[tasks, way*shot, channel, height, width]``, float32 in [0, 1]."""
+    y: Tensor
+    """``[tasks, way*shot]``, int64 from 0 to way - 1."""
+
+
+class Episode(NamedTuple):
+    """One meta-batch of few-shot tasks; every tensor has a leading task axis.
+
+    Rows are ordered by class: the images of label 0 first, then those of label 1, and so on.
+    Which class gets which label is drawn anew for every task.
+    """
+
+    support: Batch
+    """The inner loop's training data: ``way * shot`` images per task."""
+    query: Batch
+    """The outer loss's data: ``way * query`` other images of the same classes."""
+
+    def tasks(self, which: slice) -> Episode:
+        """Return some of the tasks, still with a task axis."""
+        if not isinstance(which, slice):
+            raise refusal(
+                f"You asked for the tasks {which!r}.",
+                "a slice.",
+                "every tensor of an episode has a task axis, which a number would remove.",
+                "episode.tasks(slice(0, 1)) for the first task alone.",
+            )
+        return Episode(*(Batch(part.x[which], part.y[which]) for part in self))
+
+    def to(self, target: torch.dtype | torch.device | str) -> Episode:
+        """Return the same tasks on another device, or their images in another precision."""
+        if not isinstance(target, torch.dtype):
+            return Episode(*(Batch(part.x.to(target), part.y.to(target)) for part in self))
+        if not target.is_floating_point:
+            raise refusal(
+                f"You asked for an episode as {target}.",
+                "a device, or a dtype of floating-point numbers.",
+                "images are numbers between 0 and 1.",
+                "episode.to('cuda') or episode.to(torch.float64).",
+            )
+        return Episode(*(Batch(part.x.to(target), part.y) for part in self))
 
 
 class Sampler:
@@ -46,20 +90,13 @@ class Sampler:
         self.tasks = check_integer("tasks", tasks)
         self.seed = check_integer("seed", seed, *SEEDS)
         self._check()
-        device = images.pixels.device
         self._starts, self._counts = images.offsets[:-1], images.counts
-        self._support_labels = self._labels(self.shot).to(device)
-        self._query_labels = self._labels(self.query).to(device)
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def sample(self) -> Episode:
         """Draw the next meta-batch."""
-        rows = self._rows()
-        support, query = rows.split([self.shot, self.query], dim=-1)
-        return Episode(
-            Batch(self._look_up(support), self._support_labels.clone()),
-            Batch(self._look_up(query), self._query_labels.clone()),
-        )
+        support, query = self._rows().split([self.shot, self.query], dim=-1)
+        return Episode(self._look_up(support), self._look_up(query))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state and the settings.
@@ -70,14 +107,15 @@ class Sampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state: the next draws are those that followed it."""
-        given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
-        saved = {name: given.get(name) for name in self._settings()}
+        saved = {name: value for name, value in state.items() if name != "generator"}
         if saved != self._settings():
-            raise _other_sampler(saved, self._settings())
-        try:
-            self._generator.set_state(given["generator"])
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise _unreadable_generator(error) from error
+            raise refusal(
+                f"The saved sampler has {saved}, this one has {self._settings()}.",
+                "the same settings and the same split.",
+                "the same random numbers would draw other tasks.",
+                "a Sampler with the saved settings, then load_state_dict.",
+            )
+        self._generator.set_state(state["generator"])
 
     def _rows(self) -> Tensor:
         """Draw the rows of the split's pixels: ``[tasks, way, shot + query]``."""
@@ -92,13 +130,13 @@ class Sampler:
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(shape, dtype=torch.float64, generator=self._generator)
 
-    def _look_up(self, rows: Tensor) -> Tensor:
+    def _look_up(self, rows: Tensor) -> Batch:
+        """The images in these rows ``[tasks, way, each]``, with their labels."""
         pixels = self.images.pixels
         found = pixels.index_select(0, rows.reshape(-1).to(pixels.device))
-        return found.view(self.tasks, -1, *pixels.shape[1:]).to(torch.float32).div_(255)
-
-    def _labels(self, each: int) -> Tensor:
-        return torch.arange(self.way).repeat_interleave(each).repeat(self.tasks, 1)
+        x = found.view(self.tasks, -1, *pixels.shape[1:]).to(torch.float32).div_(255)
+        y = torch.arange(self.way).repeat_interleave(rows.shape[-1]).repeat(self.tasks, 1)
+        return Batch(x, y.to(pixels.device))
 
     def _settings(self) -> dict[str, int | str]:
         return {
@@ -130,25 +168,3 @@ class Sampler:
     def _impossible(self, needed: str, why: str, write: str) -> InnerLoopError:
         wrote = f"You asked for {self.way}-way tasks with {self.shot} + {self.query} images."
         return refusal(wrote, needed, why, write)
-
-
-def _other_sampler(saved: dict[str, Any], settings: dict[str, Any]) -> InnerLoopError:
-    return refusal(
-        f"The saved sampler has {_format(saved)}, this one has {_format(settings)}.",
-        "the same settings and the same split.",
-        "the same random numbers would draw other tasks.",
-        "a Sampler with the saved settings, then load_state_dict.",
-    )
-
-
-def _unreadable_generator(error: Exception) -> InnerLoopError:
-    return refusal(
-        f"The saved sampler's generator cannot be read ({error}).",
-        "the state of a torch.Generator, under the name 'generator'.",
-        "without it the next tasks are not those that followed.",
-        "load_state_dict with the complete result of state_dict.",
-    )
-
-
-def _format(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())

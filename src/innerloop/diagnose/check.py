@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from innerloop.diagnose import advice
-from innerloop.diagnose.difference import Movable, Noise, compare_all
-from innerloop.diagnose.judge import Evidence, build_row, join, notes
+from innerloop.diagnose.difference import Noise, compare_all
+from innerloop.diagnose.judge import Evidence, build_row, merge, notes
 from innerloop.diagnose.report import Difference, Finding, Report
-from innerloop.diagnose.runs import Runs, custom_functions
-from innerloop.errors import InnerLoopError
+from innerloop.diagnose.runs import Runs, StepNorms, custom_functions
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
 
@@ -52,7 +51,7 @@ def diagnose(
     the same without .detach()
     """
     if not isinstance(inner, InnerLoop):
-        raise InnerLoopError(advice.not_an_inner_loop(inner))
+        raise advice.not_an_inner_loop(inner)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = Runs(inner, train, val, bool(inner.tasks if tasks is None else tasks))
@@ -62,33 +61,33 @@ def diagnose(
 def _diagnose(runs: Runs, checks: int, caught: Sequence[Any]) -> Report:
     seen = Evidence(runs.inner, runs.steps, runs.tracer("update"), runs.tracer("val_loss"))
     seen.grads, seen.failure = runs.attempt(runs.gradients)
-    seen.norms, _ = runs.attempt(runs.step_norms)
+    seen.norms = runs.attempt(runs.step_norms)[0] or StepNorms()
     if runs.steps:
         results, _ = runs.attempt(lambda: runs.trace_step(seen.step))
         seen.functions = custom_functions(results or [])
     runs.attempt(lambda: runs.trace_val(seen.val))
-    losses, _ = runs.attempt(runs.losses)
     value, noise = _noise(runs, seen)
     seen.differences = _differences(runs, seen, noise, checks)
     memory = runs.attempt(runs.forecast)[0] if runs.steps else None
     seen.changed = runs.changed
-    seen.warnings = _texts(caught)
 
     pairs = [build_row(seen, p) for p in runs.phi]
     rows = tuple(row for row, _ in pairs)
     findings = [finding for _, finding in pairs if finding is not None]
     findings += notes(seen, rows, findings)
+    findings += [Finding("note", f"A warning was given: {text}") for text in _texts(caught)]
     if len(rows) > checks:
-        findings.append(Finding("note", advice.checked_together(len(rows)).problem))
+        together = "For finite differences, parameters of the same part were moved together; "
+        findings.append(Finding("note", f"{together}checks={len(rows)} moves each by itself."))
     return Report(
         rows,
-        join(findings),
+        merge(findings),
         str(runs.inner.backward),
         runs.steps,
         value,
-        losses or (),
-        () if seen.norms is None else seen.norms.grad_norms,
-        () if seen.norms is None else seen.norms.b_norms,
+        seen.norms.losses,
+        seen.norms.grad_norms,
+        seen.norms.b_norms,
         memory,
     )
 
@@ -116,15 +115,15 @@ def _differences(
 ) -> dict[str, Difference]:
     if isinstance(noise, str):
         return {p.name: Difference("not judged", why=noise) for p in runs.phi}
-    grads = seen.grads or {}
-    movable = [Movable(p.name, p.part, p.tensor, grads.get(p.name)) for p in runs.phi]
     exact = advice.approximation(runs.inner, runs.steps) is None
 
     def evaluate(moved: Sequence[Tensor]) -> float:
         runs.restore(moved)
         return float(runs.value())
 
-    found, _ = runs.attempt(lambda: compare_all(evaluate, noise, movable, checks, exact))
+    found, _ = runs.attempt(
+        lambda: compare_all(evaluate, noise, runs.phi, seen.grads or {}, checks, exact)
+    )
     return found or {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from innerloop.diagnose import advice
 from innerloop.diagnose.report import Difference
+from innerloop.diagnose.runs import MetaParameter
 
 # Multiples of the usual best width, tried in this order until one is precise enough.
 _WIDTHS = (1.0, 1 / 16, 16.0, 1 / 256)
 
-Evaluate = Callable[[], float]
+Evaluate = Callable[[Sequence[Tensor]], float]
+"""Computes L_val; it is given the tensors that are moved."""
+Group = Sequence[MetaParameter]
+Grads = Mapping[str, Tensor | None]
 
 
 class Noise(NamedTuple):
@@ -30,86 +34,61 @@ class Noise(NamedTuple):
         return 4 * self.eps * abs(self.value) + self.spread
 
 
-class Movable(NamedTuple):
-    """A meta-parameter that is moved, and its gradient."""
-
-    name: str
-    part: str
-    tensor: Tensor
-    grad: Tensor | None
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.grad is not None and bool(self.grad.any())
-
-
 class Quotient(NamedTuple):
+    """The change of L_val along a direction, divided by the way."""
+
     slope: float
     uncertainty: float
     width: float
 
 
 def compare_all(
-    evaluate: Callable[[Sequence[Tensor]], float],
-    noise: Noise,
-    params: Sequence[Movable],
-    checks: int,
-    exact: bool,
+    evaluate: Evaluate, noise: Noise, params: Group, grads: Grads, checks: int, exact: bool
 ) -> dict[str, Difference]:
     """The comparison of every gradient, by name.
 
-    ``evaluate`` computes L_val and is given the tensors that are moved. Of more than ``checks``
-    parameters, those of a part are moved together; a group that differs is halved until the ones
-    that do are found, unless the gradient is approximate anyway (not ``exact``).
+    Of more than ``checks`` parameters, those of a part are moved together; if such a group differs,
+    each of it is moved by itself, unless the gradient is approximate anyway (not ``exact``).
     """
     found: dict[str, Difference] = {}
-    waiting = _groups(params, checks)
-    while waiting:
-        group = waiting.pop()
-        moved = [p.tensor for p in group]
-        result = compare(lambda moved=moved: evaluate(moved), noise, group)
+    for group in _groups(params, grads, checks):
+        result = compare(evaluate, noise, group, grads)
         if exact and result.verdict == "differs" and len(group) > 1:
-            middle = len(group) // 2
-            waiting += [group[:middle], group[middle:]]
+            found |= {p.name: compare(evaluate, noise, [p], grads) for p in group}
             continue
-        if len(group) > 1:
-            result = result._replace(why=advice.moved_together(len(group)))
+        if (others := len(group) - 1) > 0:
+            result = result._replace(why=f"together with {others} other{'s' * (others > 1)}")
         found |= {p.name: result for p in group}
     return found
 
 
-def _groups(params: Sequence[Movable], checks: int) -> list[Sequence[Movable]]:
-    """Each parameter by itself; if these are too many, the largest parts as groups.
+def _groups(params: Group, grads: Grads, checks: int) -> Sequence[Group]:
+    """Each parameter by itself, or those of a part together if there are too many.
 
     Parameters without a gradient are not mixed with others: the group could only differ.
     """
-    parts: dict[tuple[str, bool], list[Movable]] = {}
+    if len(params) <= checks:
+        return [[p] for p in params]
+    parts: dict[tuple[str, bool], list[MetaParameter]] = {}
     for p in params:
-        parts.setdefault((p.part, p.has_gradient), []).append(p)
-    count = len(params)
-    groups: list[Sequence[Movable]] = []
-    for part in sorted(parts.values(), key=len, reverse=True):
-        if count > checks:
-            groups.append(part)
-            count -= len(part) - 1
-        else:
-            groups += [[p] for p in part]
-    return groups
+        grad = grads.get(p.name)
+        parts.setdefault((p.part, grad is not None and bool(grad.any())), []).append(p)
+    return list(parts.values())
 
 
-def compare(evaluate: Evaluate, noise: Noise, group: Sequence[Movable]) -> Difference:
+def compare(evaluate: Evaluate, noise: Noise, group: Group, grads: Grads) -> Difference:
     """Moves a group along one direction and compares the change of L_val with the gradient."""
-    along, slope = _direction(group)
-    count = sum(p.tensor.numel() for p in group)
-    usual = noise.eps ** (1 / 3) * math.sqrt(count)
-    best = Quotient(0.0, math.inf, usual)
+    along, slope = _direction(group, grads)
+    size = math.sqrt(sum(p.tensor.numel() for p in group))
+    best = Quotient(0.0, math.inf, noise.eps ** (1 / 3) * size)
     for factor in _WIDTHS:
-        found = _quotient(evaluate, noise, group, along, usual * factor)
+        width = noise.eps ** (1 / 3) * size * factor
+        found = _quotient(evaluate, noise, group, along, width)
         if found.uncertainty < best.uncertainty:
             best = found
         if best.uncertainty <= 0.01 * max(abs(best.slope), abs(slope)):
             break
-    return _judge(best, slope, noise, best.width / math.sqrt(count))
+    return _judge(best, slope, noise, best.width / size)
 
 
 def _judge(best: Quotient, slope: float, noise: Noise, width: float) -> Difference:
@@ -129,11 +108,7 @@ def _judge(best: Quotient, slope: float, noise: Noise, width: float) -> Differen
 
 
 def _quotient(
-    evaluate: Evaluate,
-    noise: Noise,
-    group: Sequence[Movable],
-    along: Sequence[Tensor],
-    width: float,
+    evaluate: Evaluate, noise: Noise, group: Group, along: Sequence[Tensor], width: float
 ) -> Quotient:
     """A central difference; its uncertainty by rounding and by another of half the width."""
     wide, narrow = (
@@ -147,53 +122,46 @@ def _quotient(
     return Quotient(narrow + (narrow - wide) / 3, uncertainty, width)
 
 
-def _evaluate_at(
-    evaluate: Evaluate, group: Sequence[Movable], along: Sequence[Tensor], by: float
-) -> float:
+def _evaluate_at(evaluate: Evaluate, group: Group, along: Sequence[Tensor], by: float) -> float:
     """L_val with the parameters moved; NaN if it cannot be computed there."""
-    before = [p.tensor.data for p in group]
+    tensors = [p.tensor for p in group]
+    before = [t.data for t in tensors]
     try:
-        for p, data, v in zip(group, before, along, strict=True):
-            p.tensor.data = data + (by * v).to(data.dtype)
-        return evaluate()
+        for tensor, data, v in zip(tensors, before, along, strict=True):
+            tensor.data = data + (by * v).to(data)
+        return evaluate(tensors)
     except Exception:
         # The parameter left its range, as a beta above 1. A smaller width may do.
         return math.nan
     finally:
-        for p, data in zip(group, before, strict=True):
-            p.tensor.data = data
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
 
 
-def _direction(group: Sequence[Movable]) -> tuple[list[Tensor], float]:
+def _direction(group: Group, grads: Grads) -> tuple[list[Tensor], float]:
     """A direction in the parameters' own units, and the slope of the gradient along it.
 
     It is partly that of the gradient, so that the change is far above rounding, and partly random,
     so that a missing part of the gradient shows.
     """
-    generator = torch.Generator().manual_seed(len(group))
     scales = [_scale(p.tensor) for p in group]
-    chance = [
-        torch.randn(p.tensor.shape, dtype=_wide(p.tensor.dtype), generator=generator).to(
-            p.tensor.device
-        )
-        for p in group
-    ]
-    ascent = [
-        torch.zeros_like(r) if p.grad is None else p.grad.detach().to(r.dtype) * s
-        for p, r, s in zip(group, chance, scales, strict=True)
-    ]
-    length = math.sqrt(_dot(ascent, ascent))
+    slopes = []
+    for p, scale in zip(group, scales, strict=True):
+        grad = grads.get(p.name)
+        slopes.append(_flatten(torch.zeros_like(p.tensor) if grad is None else grad) * scale)
+    ascent = torch.cat(slopes)
+    length = ascent.norm()
+    generator = torch.Generator().manual_seed(len(group))
+    unit = torch.randn(ascent.shape, dtype=ascent.dtype, generator=generator)
     if 0 < length < math.inf:
-        ascent = [a / length for a in ascent]
-        overlap = _dot(ascent, chance)
-        chance = [r - overlap * a for r, a in zip(chance, ascent, strict=True)]
-        rest = math.sqrt(_dot(chance, chance))
-        weight = 0.6 / rest if rest > 1e-8 else 0.0
-        chance = [0.8 * a + weight * r for a, r in zip(ascent, chance, strict=True)]
-    norm = math.sqrt(_dot(chance, chance))
-    unit = [r / norm for r in chance]
-    slope = length * _dot(ascent, unit) if length else 0.0
-    return [u * s for u, s in zip(unit, scales, strict=True)], slope
+        uphill = ascent / length
+        unit = unit - unit.dot(uphill) * uphill
+        rest = unit.norm()
+        unit = 0.8 * uphill + 0.6 * unit / rest if rest > 1e-8 else uphill
+    unit = unit / unit.norm()
+    parts = unit.split([_flatten(p.tensor).numel() for p in group])
+    along = [_shape_as(part * s, p.tensor) for part, s, p in zip(parts, scales, group, strict=True)]
+    return along, float(ascent.dot(unit))
 
 
 def _scale(param: Tensor) -> float:
@@ -202,9 +170,14 @@ def _scale(param: Tensor) -> float:
     return size if 0 < size < math.inf else 1.0
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+def _flatten(tensor: Tensor) -> Tensor:
+    """The real numbers of a tensor, in double precision on the CPU."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().cpu().double().flatten()
 
 
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return sum(float((x.conj() * y).sum().real) for x, y in zip(a, b, strict=True))
+def _shape_as(numbers: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`_flatten`."""
+    if like.is_complex():
+        return torch.view_as_complex(numbers.view(*like.shape, 2))
+    return numbers.view(like.shape)

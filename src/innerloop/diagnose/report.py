@@ -21,7 +21,7 @@ class Difference(NamedTuple):
     width: float | None = None
     """The distance by which the parameter was moved to either side, relative to its own size."""
     influence: bool = False
-    """Whether moving the parameter changed L_val beyond rounding."""
+    """True if moving the parameter changed L_val beyond rounding."""
     why: str = ""
     """The reason for ``"not judged"``, or the number of parameters moved together."""
 
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     part: str
     """``"init"``, ``"setting"``, ``"loss"``, ``"optimizer"`` or ``"other"``."""
     reached: bool
-    """Whether it gets a gradient that is finite and not zero."""
+    """True if it gets a gradient that is finite and not zero."""
     requirement: str
     """The paper's requirement by which the gradient comes, or the one that does not hold."""
     norm: float | None
@@ -64,6 +64,8 @@ class Finding(NamedTuple):
     rows: tuple[str, ...] = ()
     message: str = ""
     """The error that was raised, in full."""
+    requirement: str = ""
+    """The requirement of the paper that does not hold, if it is not that of the rows."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +89,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether every meta-parameter gets a gradient, and no finite difference contradicts."""
+        """True if every meta-parameter gets a gradient, and no finite difference contradicts."""
         broken = any(finding.kind == "broken" for finding in self.findings)
         return all(row.reached for row in self.rows) and not broken
 

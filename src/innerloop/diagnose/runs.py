@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from innerloop import _tree
-from innerloop.backward import Remat, Tape
 from innerloop.backward.auto import Forecast, forecast
+from innerloop.backward.segment import Grads, Segment
 from innerloop.diagnose.tracer import Place, Tracer, failing_place, paths_in_modules
 from innerloop.guard.graph import nodes
+from innerloop.guard.randomness import Devices, Draws, Randomness, devices_of
 from innerloop.modules.functional import functional
 from innerloop.step.state import Meta, State
-from innerloop.unroll import unroll
 
 if TYPE_CHECKING:
     from innerloop.inner_loop import InnerLoop
@@ -48,27 +46,14 @@ class Failure(NamedTuple):
 
 
 class StepNorms(NamedTuple):
-    """Norms of Algorithm 1 by step; see the fields of ``Report`` and ``Row``."""
+    """Losses and norms of Algorithm 1 by step; see the fields of ``Report`` and ``Row``."""
 
-    grad_norms: tuple[float, ...]
-    b_norms: tuple[float, ...]
-    per_step: Mapping[str, tuple[float, ...]]
-    direct: Mapping[str, float]
-
-
-class Probe(NamedTuple):
-    """The input of one step: its batch, its own copy of φ, and zeros to add to the weights.
-
-    The gradient by the zeros is B_j; that by the copy is what the step adds to A.
-    """
-
-    batch: Any
-    meta: Meta
-    zeros: Mapping[str, Tensor]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self.zeros.values(), *_requiring_grad(self.meta)]
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+    b_norms: tuple[float, ...] = ()
+    """Empty if the run failed, as all others are then."""
+    per_step: Mapping[str, tuple[float, ...]] = {}
+    direct: Mapping[str, float] = {}
 
 
 class Runs:
@@ -122,12 +107,6 @@ class Runs:
             grads = torch.autograd.grad(value, tensors, allow_unused=True) if tensors else ()
         return {p.name: g for p, g in zip(self.phi, grads, strict=True)}
 
-    def losses(self) -> tuple[float, ...]:
-        """The training loss before each step."""
-        with torch.no_grad():
-            found = self.inner.adapt(self.batches, tasks=False).losses
-        return tuple(found.double().reshape(-1).tolist())
-
     def measure(self, tracer: Tracer | None = None) -> tuple[Any, dict[str, Tensor]]:
         """L_val, and the trained weights as leaves of its graph."""
         with torch.no_grad():
@@ -159,77 +138,64 @@ class Runs:
 
     # Step by step. ------------------------------------------------------------------------------
 
+    @torch.enable_grad()
     def step_norms(self) -> StepNorms:
-        """Runs the loop once and differentiates it by the inputs of each step."""
-        with torch.enable_grad():
-            last, direct = self._last_gradients()
-            self.restore()
-            norms: dict[int, float] = {}
-            step, state, meta = self._probing_step(norms)
-            probes = [self._probe(state, meta, self.batches[j]) for j in range(self.steps)]
-            strategy = Tape() if isinstance(self.inner.backward, Tape) else Remat()
-            final, _ = unroll(step, state, None, probes, strategy)
-            pulled = _pull_back(final.params, last, probes)
-            b_norms = [_norm(g[: len(p.zeros)]) for p, g in zip(probes, pulled, strict=True)]
-            return StepNorms(
-                tuple(norms.get(j, 0.0) for j in range(self.steps)),
-                (*b_norms, _norm(last.values())),
-                self._by_parameter(meta, probes, pulled),
-                {p.name: _norm([g]) for p, g in zip(self.phi, direct, strict=True)},
-            )
-
-    def _last_gradients(self) -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-        """B_J by name, and the gradient of L_val by φ without any step."""
+        """Runs Algorithm 1 and records B_j, and what each step adds to A."""
         value, leaves = self.measure()
-        sources = [*leaves.values(), *(p.tensor for p in self.phi)]
-        grads = torch.autograd.grad(value.reshape(()), sources, allow_unused=True)
-        last = {n: g for n, g in zip(leaves, grads, strict=False) if g is not None}
-        return last, grads[len(leaves) :]
+        phi = [p.tensor for p in self.phi]
+        last = _gradients([value.reshape(())], [*leaves.values(), *phi])
+        direct = {p.name: _norm([g]) for p, g in zip(self.phi, last[len(leaves) :], strict=True)}
+        self.restore()
+        losses: list[float] = []
+        grad_norms: list[float] = []
+        step, meta, kept, final = self._climb(losses, grad_norms)
 
-    def _probing_step(self, norms: dict[int, float]) -> tuple[Any, State, Meta]:
-        """The step with zeros added to its weights, which records |G_j|."""
-        time = 0
+        names = {id(p): name for name, p in self.model.params.items()}
+        b: dict[str, Tensor | None] = dict(zip(leaves, last, strict=False))
+        b_norms = [_norm(b.values())]
+        per_step: dict[str, list[float]] = {p.name: [] for p in self.phi}
+        above = [b.get(name) for name in final.params]
+        above += [None] * (len(_tree.leaves(final)) - len(above))
+        for j in reversed(range(self.steps)):
+            state, randomness = kept.pop()
+            randomness.set()
+            segment = Segment(step, state, meta, [self.batches[j]], {})
+            added: dict[int, Tensor] = {}
+            above = segment.pull(above, _no_gradients(segment.outs), _collect_into(added))
+            b = {name: g for name, g in zip(state.params, above, strict=False) if name in leaves}
+            b_norms.append(_norm(b.values()))
+            settings = [t for t in _requiring_grad(meta) if id(t) in added]
+            contributions = _gradients(settings, phi, [added[id(t)] for t in settings])
+            for p, g in zip(self.phi, contributions, strict=True):
+                part = b.get(names[id(p.tensor)]) if p.part == "init" else g
+                per_step[p.name].append(_norm([part]))
+        return StepNorms(
+            tuple(losses),
+            tuple(grad_norms[: self.steps]),
+            tuple(reversed(b_norms)),
+            {name: tuple(reversed(norms)) for name, norms in per_step.items()},
+            direct,
+        )
+
+    def _climb(
+        self, losses: list[float], grad_norms: list[float]
+    ) -> tuple[Any, Meta, list[Any], State]:
+        """Trains without a graph; keeps every state with its random numbers, ℓ_j and |G_j|."""
         transform = self.inner.grad_transform
 
         def record(grads: dict[str, Any]) -> Mapping[str, Any]:
-            norms.setdefault(time, _norm(grads.values()))
+            grad_norms.append(_norm(grads.values()))
             return grads if transform is None else transform(grads)
 
         step, state, meta = _parts(_copy_with(self.inner, grad_transform=record), self.steps)
-
-        def probing(state: State, _: Any, probe: Probe) -> tuple[State, Any]:
-            nonlocal time
-            time = state.time
-            moved = {name: state.params[name] + zero for name, zero in probe.zeros.items()}
-            return step(state._replace(params={**state.params, **moved}), probe.meta, probe.batch)
-
-        return probing, _tree.map(_detach, state), meta
-
-    def _probe(self, state: State, meta: Meta, batch: Any) -> Probe:
-        zeros = {
-            name: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_()
-            for name, p in state.params.items()
-            if _tree.differentiable(p) and self.model.params[name].requires_grad
-        }
-        return Probe(batch, _tree.map(_copy_leaf, meta), zeros)
-
-    def _by_parameter(
-        self, meta: Meta, probes: Sequence[Probe], pulled: Sequence[Sequence[Tensor | None]]
-    ) -> dict[str, tuple[float, ...]]:
-        weights = {id(p): name for name, p in self.model.params.items()}
-        rows: dict[str, list[float]] = {p.name: [] for p in self.phi}
-        others = [p for p in self.phi if p.part != "init"]
-        for probe, grads in zip(probes, pulled, strict=True):
-            b = dict(zip(probe.zeros, grads, strict=False))
-            for p in self.phi:
-                if p.part == "init":
-                    rows[p.name].append(_norm([b.get(weights[id(p.tensor)])]))
-            added = _pull_through(
-                _requiring_grad(meta), grads[len(probe.zeros) :], [p.tensor for p in others]
-            )
-            for p, grad in zip(others, added, strict=True):
-                rows[p.name].append(_norm([grad]))
-        return {name: tuple(norms) for name, norms in rows.items()}
+        state, plain = _tree.map(_tree.detach, (state, meta))
+        kept = []
+        with torch.no_grad():
+            for j in range(self.steps):
+                kept.append((state, _RandomState(self.snapshot.devices)))
+                state, out = step(state, plain, self.batches[j])
+                losses.append(float(_first(out)))
+        return step, meta, kept, state
 
     # Under the tracer. --------------------------------------------------------------------------
 
@@ -239,39 +205,21 @@ class Runs:
         known = {id(t) for t in names.values()}
         own = self.model.params.items()
         outside = {f"model.{n}": p for n, p in own if p.requires_grad and id(p) not in known}
-        tracer = Tracer(names, outside)
-        tracer.stage = stage
-        return tracer
+        return Tracer(stage, names, outside)
 
     def trace_step(self, tracer: Tracer) -> list[Tensor]:
         """The first step and all that is computed for it; its loss and new weights."""
-        loss = self.inner.loss
-        inner, hooks = self.inner, []
-        if isinstance(loss, nn.Module):
-            hooks = [loss.register_forward_pre_hook(_begin_loss)]
-            hooks += [loss.register_forward_hook(_end_loss)]
-        else:
-
-            def traced_loss(*args: Any) -> Any:
-                _begin_loss()
-                out = loss(*args)
-                _end_loss(out)
-                return out
-
-            inner = _copy_with(inner, loss=traced_loss)
+        inner = _copy_with(self.inner, loss=_TracedLoss(self.inner.loss))
         token = _TRACER.set(tracer)
         try:
             with self._paths(), tracer, torch.enable_grad():
                 step, state, meta = _parts(inner, self.steps)
                 params = self._leaves(state.params)
-                leaves = {f"model.{n}": p for n, p in params.items() if p.requires_grad}
-                tracer.add_leaves(leaves)
+                tracer.add_leaves({f"model.{n}": p for n, p in params.items() if p.requires_grad})
                 new, out = step(state._replace(params=params), meta, self.batches[0])
         finally:
             _TRACER.reset(token)
-            for hook in hooks:
-                hook.remove()
-        results = [t for t in _tree.flatten((out, new.params))[0] if isinstance(t, Tensor)]
+        results = _tree.tensors((out, new.params))
         tracer.finish("update", results)
         return results
 
@@ -301,30 +249,33 @@ def _copy_with(inner: InnerLoop, **parts: Any) -> InnerLoop:
     return found
 
 
-# Hooks of a loss. They close over nothing, because a replica copies the closures of its hooks.
 _TRACER: ContextVar[Tracer] = ContextVar("tracer")
 
 
-def _begin_loss(*_: Any) -> None:
-    _TRACER.get().stage = "loss"
+class _TracedLoss(nn.Module):
+    """A loss that tells the tracer where it begins and ends.
 
+    It does not hold the tracer, whose tensors a replica of the loss would look at.
+    """
 
-def _end_loss(*given: Any) -> None:
-    _TRACER.get().finish("loss", [_first(given[-1])])
-    _TRACER.get().stage = "update"
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss = loss
 
-
-# The graph of a step. ---------------------------------------------------------------------------
+    def forward(self, *args: Any) -> Any:
+        tracer = _TRACER.get()
+        tracer.stage = "loss"
+        out = self.loss(*args)
+        tracer.finish("loss", [_first(out)])
+        tracer.stage = "update"
+        return out
 
 
 def custom_functions(results: Sequence[Tensor]) -> list[str]:
-    """The names of the user's own autograd.Functions."""
+    """The names of the user's own autograd.Functions in the graph of a step."""
     kinds = {type(node) for node in nodes([t.grad_fn for t in results])[0]}
     found = [kind._forward_cls for kind in kinds if hasattr(kind, "_forward_cls")]
     return sorted(c.__name__ for c in found if not c.__module__.startswith("innerloop"))
-
-
-# Meta-parameters. -------------------------------------------------------------------------------
 
 
 def meta_parameters(inner: InnerLoop) -> list[MetaParameter]:
@@ -347,78 +298,65 @@ def meta_parameters(inner: InnerLoop) -> list[MetaParameter]:
 # The starting point. ----------------------------------------------------------------------------
 
 
+class _RandomState:
+    """The random numbers of torch, Python and NumPy at one moment."""
+
+    def __init__(self, devices: Devices) -> None:
+        self.of_torch, self.of_others = Randomness(devices), Draws()
+
+    def set(self) -> None:
+        self.of_torch.set()
+        self.of_others.undo()
+
+
 class Snapshot:
     """The weights, gradients, batches and random numbers of a moment, to be restored."""
 
     def __init__(self, inner: InnerLoop, data: Any) -> None:
-        modules = (inner, inner.model)
-        weights = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        weights = [t for m in (inner, inner.model) for t in (*m.parameters(), *m.buffers())]
         if isinstance(inner.optimizer, torch.optim.Optimizer):
-            weights += _tree.flatten(list(inner.optimizer.state.values()))[0]
-            weights += _tree.flatten(inner.optimizer.param_groups)[0]
-        self.weights = _saved_tensors(weights)
-        self.batches = _saved_tensors(_tree.flatten(data)[0])
-        devices = {saved.tensor.device for saved in (*self.weights, *self.batches)}
-        self.random: list[tuple[Callable[[Any], None], Any]] = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (random.setstate, random.getstate()),
+            weights += _tree.tensors(list(inner.optimizer.state.values()))
+            weights += _tree.tensors(inner.optimizer.param_groups)
+        batches = _tree.tensors(data)
+        self.grads = [(t, t.grad) for t in weights if t.is_leaf]
+        self.saved = [
+            *(("weights", *saved) for saved in _save(weights)),
+            *(("batches", *saved) for saved in _save(batches)),
+            *(("gradients", *saved) for saved in _save(g for _, g in self.grads if g is not None)),
         ]
-        for device in devices - {torch.device("cpu")}:
-            module = torch.get_device_module(device)
-            state = module.get_rng_state(device)
-            self.random.append((lambda s, m=module, d=device: m.set_rng_state(s, d), state))
-        if "numpy" in sys.modules:
-            numpy = sys.modules["numpy"].random
-            self.random.append((numpy.set_state, numpy.get_state()))
+        self.devices = devices_of((*weights, *batches))
+        self.random = _RandomState(self.devices)
 
     def restore(self, moved: Sequence[Tensor] = ()) -> set[str]:
         """Restores everything but ``moved``; returns the kinds of tensors that had changed."""
-        changed = set()
         skipped = {id(t) for t in moved}
-        for kind, every in (("weights", self.weights), ("batches", self.batches)):
-            saved = [s for s in every if id(s.tensor) not in skipped]
-            if any([s.restore() for s in saved]):
+        changed = set()
+        for kind, tensor, data, content in self.saved:
+            if id(tensor) in skipped:
+                continue
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
                 changed.add(kind)
-        for set_state, state in self.random:
-            set_state(state)
+            if not torch.allclose(data, content, rtol=0, atol=0, equal_nan=True):
+                data.copy_(content)
+                changed.add(kind)
+        for tensor, grad in self.grads:
+            tensor.grad = grad
+        self.random.set()
         return changed
 
 
-class _SavedTensor:
-    """One tensor: its memory, its content, and its gradient."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.data = tensor.data
-        self.content = self.data.clone()
-        self.grad = tensor.grad if tensor.is_leaf else None
-        self.grad_content = None if self.grad is None else self.grad.detach().clone()
-
-    def restore(self) -> bool:
-        """Restores it; returns whether its content had changed."""
-        replaced = self.tensor.data_ptr() != self.data.data_ptr()
-        if replaced:
-            self.tensor.data = self.data
-        written = not torch.allclose(self.data, self.content, rtol=0, atol=0, equal_nan=True)
-        if written:
-            self.data.copy_(self.content)
-        if self.tensor.is_leaf and self.tensor.grad is not self.grad:
-            self.tensor.grad = self.grad
-        if self.grad is not None and self.grad_content is not None:
-            self.grad.data.copy_(self.grad_content)
-        return replaced or written
-
-
-def _saved_tensors(leaves: Iterable[Any]) -> list[_SavedTensor]:
-    dense = (t for t in leaves if isinstance(t, Tensor) and t.layout is torch.strided)
-    return [_SavedTensor(t) for t in {id(t): t for t in dense if not t.is_meta}.values()]
+def _save(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each tensor once, with its memory and a copy of its content."""
+    found = {id(t): t for t in tensors if t.layout is torch.strided and not t.is_meta}
+    return [(t, t.data, t.data.clone()) for t in found.values()]
 
 
 # Trees and gradients. ---------------------------------------------------------------------------
 
 
 def _requiring_grad(tree: Any) -> list[Tensor]:
-    return [t for t in _tree.flatten(tree)[0] if isinstance(t, Tensor) and t.requires_grad]
+    return [t for t in _tree.tensors(tree) if t.requires_grad]
 
 
 def _first(out: Any) -> Any:
@@ -430,37 +368,20 @@ def _first_task(value: Any) -> Any:
     return value[0] if isinstance(value, Tensor) else value
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _copy_leaf(value: Any) -> Any:
-    followed = isinstance(value, Tensor) and value.requires_grad
-    return value.detach().requires_grad_() if followed else value
-
-
-def _pull_back(
-    params: Mapping[str, Tensor], last: Mapping[str, Tensor], probes: Sequence[Probe]
-) -> list[list[Tensor | None]]:
-    """For each step, the gradient by its zeros and by its copy of φ."""
-    leaves = [t for probe in probes for t in probe.leaves]
-    ends = [name for name in last if params[name].requires_grad]
-    if not ends or not leaves:
-        return [[None] * len(probe.leaves) for probe in probes]
-    outputs, weights = [params[name] for name in ends], [last[name] for name in ends]
-    grads = iter(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
-    return [[next(grads) for _ in probe.leaves] for probe in probes]
-
-
-def _pull_through(
-    settings: Sequence[Tensor], grads: Sequence[Tensor | None], phi: Sequence[Tensor]
+def _gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None
 ) -> Sequence[Tensor | None]:
-    """Gradients by φ, given those by the settings that were computed from it."""
-    pairs = [(s, g) for s, g in zip(settings, grads, strict=True) if g is not None]
-    if not pairs or not phi:
-        return [None] * len(phi)
-    outputs, weights = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, list(phi), weights, retain_graph=True, allow_unused=True)
+    if not outputs or not inputs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
+
+
+def _no_gradients(outs: Sequence[Any]) -> list[Grads]:
+    return [[None] * len(_tree.leaves(out)) for out in outs]
+
+
+def _collect_into(added: dict[int, Tensor]) -> Callable[[Tensor, Tensor], None]:
+    return lambda tensor, grad: added.update({id(tensor): grad})
 
 
 def _norm(tensors: Iterable[Tensor | None]) -> float:

@@ -54,19 +54,14 @@ class Place(NamedTuple):
     module: str = ""
 
     def __str__(self) -> str:
-        at = f"{_shorten(self.file)}:{self.line}" if self.file else ""
-        inside = f"in {self.module}" if self.module else ""
-        text = ", ".join(part for part in (at, inside) if part)
+        parts = [f"in {self.module}"] if self.module else []
+        if self.file:
+            path, here = Path(self.file), Path.cwd()
+            shown = path.relative_to(here) if path.is_relative_to(here) else path
+            parts.insert(0, f"{shown}:{self.line}")
+        text = ", ".join(parts)
         code = self.code if len(self.code) <= 80 else f"{self.code[:78]} …"
         return f"{text}: {code}" if code else text
-
-
-def _shorten(file: str) -> str:
-    try:
-        relative = os.path.relpath(file)
-    except ValueError:  # on another drive
-        return file
-    return file if relative.startswith("..") else relative
 
 
 def _owner(file: str) -> str:
@@ -150,13 +145,6 @@ class Cut(NamedTuple):
     place: Place
 
 
-class Call(NamedTuple):
-    """A call of a torch function."""
-
-    op: str
-    place: Place
-
-
 class Tracer(TorchFunctionMode):
     """Records every :class:`Cut`, and the values that were computed from it.
 
@@ -164,17 +152,20 @@ class Tracer(TorchFunctionMode):
     model, in whose place those of the replica should be used.
     """
 
-    def __init__(self, names: Mapping[str, Tensor], outside: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, stage: str, names: Mapping[str, Tensor], outside: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
-        self.stage = "loss"
+        self.stage = stage
         self.cuts: list[Cut] = []
-        self.calls: list[Call] = []
+        self.calls: list[tuple[str, Place]] = []
+        """The torch functions that the user's code called."""
         self.used: set[str] = set()
         """The names of leaves that the user's code used."""
         self.half: list[tuple[torch.dtype, Place]] = []
         """Casts to half precision."""
         self.connected: dict[str, bool] = {}
-        """By finished stage: whether its result depends on a leaf."""
+        """By finished stage: True if its result depends on a leaf."""
         self._outside = {id(t): name for name, t in outside.items()}
         self._names: dict[int, str] = {}
         self._ends: dict[str, set[int]] = {}
@@ -188,10 +179,12 @@ class Tracer(TorchFunctionMode):
         self._origin: dict[int, Tensor] = {}
         """By memory: the last tensor there that requires grad."""
         self._gradless: set[int] = set()
+        """Tensors that some operation returned without a graph."""
         self._kept: list[Any] = []  # an id is only valid while its tensor lives
         self.add_leaves(names)
 
     def add_leaves(self, leaves: Mapping[str, Tensor]) -> None:
+        """Adds leaves that gradients should reach, by name."""
         for name, leaf in leaves.items():
             self._kept.append(leaf)
             self._names[id(leaf)] = name
@@ -203,7 +196,7 @@ class Tracer(TorchFunctionMode):
         self.connected[stage] = bool(self._sources(tensors))
         self._ends[stage] = set().union(*map(self._history, tensors))
 
-    def harmful(self, stage: str) -> list[Cut]:
+    def harmful_cuts(self, stage: str) -> list[Cut]:
         """The cuts of a stage that its result was computed from.
 
         A Python number or a numpy array cannot be followed, so its cut counts too, as the least
@@ -221,21 +214,21 @@ class Tracer(TorchFunctionMode):
         if op == "__get__":
             return func(*args, **kwargs)
         place = calling_place(sys._getframe(1))
-        inputs = _tensors((args, kwargs))
+        inputs = _tree.tensors((args, kwargs))
         if place is not None:
             self._note_use(inputs, place)
-            self.calls.append(Call(op, place))
+            self.calls.append((op, place))
         carrying = [t for t in inputs if t.requires_grad]
         out = func(*args, **kwargs)
         behind = set().union(*map(self._history, inputs))
-        if op in _NUMBERS:
-            self._escaped |= behind
-        outputs = _tensors(out)
+        outputs = _tree.tensors(out)
         if place is None:
             self._note_aliases(inputs, outputs)
         else:
             behind |= self._note_cuts(op, carrying, outputs, place)
             behind |= self._note_hidden_write(func, op, args, place)
+        if op in _NUMBERS:
+            self._escaped |= behind
         if _is_in_place(op):
             outputs.append(args[0])
         self._follow(outputs, behind)
@@ -302,17 +295,15 @@ class Tracer(TorchFunctionMode):
     ) -> set[int]:
         if not carrying or op in _SHAPE_ONLY:
             return set()
-        kinds = {"number"} if op in _NUMBERS else {_cut_kind(op, t) for t in outputs} - {None}
         if not any(t.dtype in _HALF for t in carrying):
             lowered = [t for t in outputs if t.requires_grad and t.dtype in _HALF]
             self.half += [(t.dtype, place) for t in lowered]
-        if not kinds:
-            return set()
-        sources = self._sources(carrying)
-        found = {self._note(Cut(str(kind), op, self.stage, sources, place)) for kind in kinds}
-        if op in _NUMBERS:
-            self._escaped |= found
-        return found
+        kinds = {"number"} if op in _NUMBERS else {_cut_kind(op, t) for t in outputs}
+        noted = set()
+        for kind in kinds - {None}:
+            sources = self._sources(carrying)
+            noted.add(self._note(Cut(str(kind), op, self.stage, sources, place)))
+        return noted
 
     def _note_hidden_write(self, func: Any, op: str, args: Any, place: Place) -> set[int]:
         """A write in place that autograd does not see."""
@@ -355,10 +346,6 @@ def _cut_kind(op: str, output: Tensor) -> str | None:
 
 def _is_in_place(op: str) -> bool:
     return op == "__setitem__" or (op.endswith("_") and not op.endswith("__"))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in _tree.flatten(tree)[0] if isinstance(t, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:

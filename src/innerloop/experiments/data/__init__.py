@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
-        print("Stopped. The same command goes on from here.", file=sys.stderr)
+        print("Stopped. The same command downloads what is missing.", file=sys.stderr)
         return STOPPED
     finally:
         for bar in bars.values():
