@@ -626,7 +626,7 @@ def check_dtypes(row: Row, warm: bool, dtypes: list[torch.dtype], tolerance: flo
     assert distance(ours, params) < tolerance
     for slots, p in zip(unpacked(rule.family, ours, state), params, strict=True):
         for name, value in optimizer.state.get(p, {}).items():
-            if slots and name not in rule.family.scalars and not row.one_group:
+            if slots and name not in rule.family.counters and not row.one_group:
                 assert (slots[name].shape, slots[name].dtype) == (value.shape, value.dtype)
 
 

@@ -31,8 +31,7 @@ from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
 from innerloop.modules.tree import named_tensors, unwrapped
 from innerloop.optim import Rule, from_torch
-from innerloop.optim.blocks import plain_settings, write_settings
-from innerloop.optim.settings import merged
+from innerloop.optim.settings import merged, plain_settings, write_settings
 from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.step.state import Meta, State

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +11,11 @@ from torch import Tensor
 from innerloop import optim
 from innerloop.eager import refusals
 from innerloop.eager.optimizer import DifferentiableOptimizer, copy_state, grouped_state
-from innerloop.optim.blocks import (
-    OptState,
-    plain_settings,
-    unpacked,
-    write_settings,
-    write_state,
-)
-from innerloop.optim.convert import family_of
+from innerloop.optim.blocks import OptState, unpacked
+from innerloop.optim.convert import family_of, known_base, write_state
 from innerloop.optim.family import Family
 from innerloop.optim.rule import Rule, step
-from innerloop.optim.settings import check_name, check_value
+from innerloop.optim.settings import check_name, check_value, plain_settings, write_settings
 
 
 class RuleOptimizer(DifferentiableOptimizer):
@@ -119,12 +112,8 @@ BY_CLASS: dict[type[torch.optim.Optimizer], type[DifferentiableOptimizer]] = {
 
 def class_for(kind: type[torch.optim.Optimizer]) -> type[DifferentiableOptimizer]:
     """The differentiable class for an optimizer class, or for the one whose step it inherits."""
-    if kind in BY_CLASS:
-        return BY_CLASS[kind]
-    for base in kind.__mro__:
-        if base in BY_CLASS and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
-            return BY_CLASS[base]
-    return BY_CLASS[family_of(kind, optim.FAMILIES).torch_class]
+    base = kind if kind in BY_CLASS else known_base(kind, BY_CLASS)
+    return BY_CLASS[base or family_of(kind, optim.FAMILIES).torch_class]
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from innerloop._numerics import safe_norm
 from innerloop.optim.family import (
     Family,
+    Group,
     Packed,
     Slots,
     Value,
@@ -21,12 +21,12 @@ from innerloop.optim.family import (
     larger,
     shrunk,
     smaller,
-    whole,
 )
 from innerloop.optim.rule import Rule
+from innerloop.optim.settings import whole
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+def _start(params: Tensor, group: Group) -> Slots:
     if params.dim() < 2:
         return {"step": count(), "variance": torch.zeros_like(params)}
     return {
@@ -81,7 +81,7 @@ ADAFACTOR = Family(
     optional=frozenset({"eps"}),
     settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
     options={"maximize": False},
-    fresh=_fresh,
+    start=_start,
     update=_update,
     layout="tensor",
     real_only=True,
@@ -118,12 +118,4 @@ def adafactor(
     >>> params
     [tensor([[0.9000, 1.0000]])]
     """
-    group = {
-        "lr": lr,
-        "beta2_decay": beta2_decay,
-        "eps": eps,
-        "d": d,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(ADAFACTOR, (group,))
+    return Rule(ADAFACTOR, (locals(),))

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_norm
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.optim import refusals
 from innerloop.optim.family import (
     Family,
+    Group,
     Packed,
     Slots,
     Value,
     add_scaled,
     larger,
     shrunk,
-    whole,
 )
 from innerloop.optim.rule import Rule
+from innerloop.optim.settings import whole
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+def _start(params: Tensor, group: Group) -> Slots:
     if params.dim() != 2:
-        raise InnerLoopError(
-            four_part(
-                f"You gave Muon a parameter of shape {tuple(params.shape)}.",
-                "matrices.",
-                "Muon orthogonalizes the update, which is defined for a matrix.",
-                "torch.optim.AdamW for all other parameters.",
-            )
-        )
+        raise refusals.not_a_matrix(params)
     return {"momentum_buffer": torch.zeros_like(params)}
 
 
@@ -112,8 +105,8 @@ MUON = Family(
         "adjust_lr_fn": None,
         "ns_dtype": torch.bfloat16,
     },
-    scalars=frozenset(),
-    fresh=_fresh,
+    counters={},
+    start=_start,
     update=_update,
     layout="tensor",
     real_only=True,
@@ -157,15 +150,4 @@ def muon(
     >>> params[0].diagonal() < 1
     tensor([True, True])
     """
-    group = {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_coefficients": ns_coefficients,
-        "eps": eps,
-        "ns_steps": ns_steps,
-        "adjust_lr_fn": adjust_lr_fn,
-        "ns_dtype": ns_dtype,
-    }
-    return Rule(MUON, (group,))
+    return Rule(MUON, (locals(),))
