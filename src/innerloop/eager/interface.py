@@ -165,9 +165,8 @@ def create_diff_optim(
             torch.zeros_like(p).requires_grad_(p.requires_grad) for p in as_list(group["params"])
         ]
         stand_ins.append({**group, "params": shapes})
-    opt = opt_type(stand_ins, **(opt_kwargs or {}))
-    return class_for(opt_type)(
-        opt,
+    return get_diff_optim(
+        opt_type(stand_ins, **(opt_kwargs or {})),
         [p for group in stand_ins for p in group["params"]],
         fmodel=fmodel,
         device=device,
