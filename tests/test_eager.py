@@ -440,14 +440,16 @@ def test_loading_settings_replaces_learned_ones():
     assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
 
 
-def test_a_group_added_by_its_present_weights():
+@pytest.mark.parametrize("by", ["its present weights", "those of the model"])
+def test_an_added_group(by):
     model, loss = Net(), regression()
     fmodel = il.monkeypatch(model, copy_initial_weights=False)
     diffopt = il.get_diff_optim(
         momentum(model.first.parameters()), model.parameters(), fmodel=fmodel
     )
     diffopt.step(loss(fmodel))
-    diffopt.add_param_group({"params": fmodel.last.parameters(), "lr": 0.2})
+    source = fmodel if by == "its present weights" else model
+    diffopt.add_param_group({"params": source.last.parameters(), "lr": 0.2})
     diffopt.step(loss(fmodel))
 
     def plain(start):

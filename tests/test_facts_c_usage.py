@@ -40,17 +40,20 @@ def higher():
     sys.modules.update(kept)
 
 
-def sgd_by_hand(model, losses, lr, start=None):
-    """SGD unrolled in plain torch; `losses` take a callable, `lr` is one rate per step."""
-    names = list(dict(model.named_parameters()))
-    params = list(model.parameters()) if start is None else list(start)
+def sgd_by_hand(model, losses, rates):
+    """SGD unrolled in plain torch; `losses` take a callable, `rates` are one per step.
+
+    A tuple of rates has one for each parameter.
+    """
+    names, params = zip(*model.named_parameters(), strict=True)
 
     def call(x, params):
         return functional_call(model, dict(zip(names, params, strict=True)), (x,))
 
-    for loss, rate in zip(losses, lr, strict=True):
+    for loss, rate in zip(losses, rates, strict=True):
         grads = torch.autograd.grad(loss(lambda x, p=params: call(x, p)), params, create_graph=True)
-        params = [p - rate * g for p, g in zip(params, grads, strict=True)]
+        of_each = rate if isinstance(rate, tuple) else (rate,) * len(params)
+        params = [p - r * g for p, r, g in zip(params, of_each, grads, strict=True)]
     return params, lambda x: call(x, params)
 
 
@@ -210,19 +213,8 @@ def two_groups(net, **options):
 
 def rates_by_hand(net, loss, rates, steps):
     """Loss after SGD with one rate for each layer of `net`; `rates` is [steps, 2] or [2]."""
-    rates = rates.expand(steps, 2)
-    params = list(net.parameters())
-    names = list(dict(net.named_parameters()))
-
-    def value(params):
-        weights = dict(zip(names, params, strict=True))
-        return loss(lambda x: functional_call(net, weights, (x,)))
-
-    for first, last in rates:
-        grads = torch.autograd.grad(value(params), params, create_graph=True)
-        scale = (first, first, last, last)
-        params = [p - s * g for p, s, g in zip(params, scale, grads, strict=True)]
-    return value(params)
+    by_layer = [(first, first, last, last) for first, last in rates.expand(steps, 2)]
+    return loss(sgd_by_hand(net, [loss] * steps, by_layer)[1])
 
 
 def as_list(rates):
@@ -519,19 +511,6 @@ def partly_frozen():
     return net
 
 
-def clipped_by_torch(net, loss, limit, steps, start=None):
-    plain = copy.deepcopy(net)
-    if start is not None:
-        set_weights(plain, start)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(plain).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), limit)
-        optimizer.step()
-    return plain
-
-
 @pytest.mark.parametrize("moment", ["construction", "step"])
 def test_c_grad_callback_that_clips(higher, moment):
     net, loss, limit = partly_frozen(), regression(), 0.2
@@ -554,11 +533,7 @@ def test_c_grad_callback_that_clips(higher, moment):
         assert isinstance(grads, tuple)
         assert [g is None for g in grads] == [False, True, False, False]
 
-    # torch's clipping divides by the norm plus 1e-6.
-    expected = flat(clipped_by_torch(net, loss, limit, 3).parameters())
-    assert relative_error(flat(fnet.parameters()), expected) < 1e-5
     assert torch.equal(fnet.first.bias, net.first.bias)
-
     params, names = list(net.parameters()), list(dict(net.named_parameters()))
     for _ in range(3):
         weights = dict(zip(names, params, strict=True))
@@ -781,18 +756,6 @@ def test_c_register_optim_with_update(higher):
     assert relative_error(actual, central_difference(outcome, lr.detach())) < 1e-6
     assert torch.equal(fnet.last.bias, net.last.bias)
 
-    warm = make(net.parameters())
-    for _ in range(2):
-        warm.zero_grad()
-        loss(net).backward()
-        warm.step()
-    with higher.innerloop_ctx(net, warm, track_higher_grads=False) as (fnet, diffopt):
-        diffopt.step(loss(fnet))
-    warm.zero_grad()
-    loss(net).backward()
-    warm.step()
-    assert relative_error(flat(fnet.parameters()), flat(net.parameters())) < 1e-12
-
 
 # writing diffopt.param_groups[i][k], reading diffopt.state[g][i]
 
@@ -968,26 +931,6 @@ def test_c_hugging_face_models(higher, make, attention, monkeypatch):
     )
     assert relative_error(flat(grads) @ direction, slope) < 1e-6
     assert relative_error(flat(first_order) @ direction, slope) > 1e-3, "second order is visible"
-
-
-# diffopt.zero_grad() as a harmless no-op
-
-
-def test_c_zero_grad_is_a_harmless_no_op(higher):
-    net, loss, query = Net(), regression(), regression()
-    inner_opt = sgd(net.parameters())
-    query(net).backward()
-    kept = [p.grad.clone() for p in net.parameters()]
-    with higher.innerloop_ctx(net, inner_opt, copy_initial_weights=False) as (fnet, diffopt):
-        for _ in range(3):
-            diffopt.zero_grad()
-            diffopt.step(loss(fnet))
-        diffopt.zero_grad()
-        actual = torch.autograd.grad(query(fnet), list(net.parameters()))
-    _, adapted = sgd_by_hand(net, [loss] * 3, [0.1] * 3)
-    expected = torch.autograd.grad(query(adapted), list(net.parameters()))
-    assert relative_error(flat(actual), flat(expected)) < 1e-12
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), kept, strict=True))
 
 
 # a loss that is NaN

@@ -260,7 +260,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != given:
-            raise refusals.other_groups("loaded a state of", given, sizes)
+            raise refusals.other_groups("loaded the state of", given, sizes)
         flat: list[Any] = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for name, value in saved.items():
@@ -276,11 +276,11 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     def _check_shapes(self, optimizer: torch.optim.Optimizer) -> None:
         theirs, ours = (
-            [[tuple(p.shape) for p in group["params"]] for group in groups]
+            [[p.shape for p in group["params"]] for group in groups]
             for groups in (optimizer.param_groups, self.param_groups)
         )
         if theirs != ours:
-            raise refusals.other_groups("wrote to an optimizer of", theirs, ours)
+            raise refusals.other_groups("wrote to", list(map(len, theirs)), list(map(len, ours)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An independent copy at the same point, cut off from earlier steps; so is its model."""

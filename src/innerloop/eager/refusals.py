@@ -109,10 +109,10 @@ def override_not_a_dictionary(override: Any) -> InnerLoopError:
 # State. -----------------------------------------------------------------------------------------
 
 
-def other_groups(what: str, found: Any, needed: Any) -> InnerLoopError:
+def other_groups(what: str, found: list[int], needed: list[int]) -> InnerLoopError:
     return refusal(
-        f"You {what} groups of parameters {found}.",
-        f"groups of {needed}.",
+        f"You {what} an optimizer with groups of {found} parameters, of other numbers or shapes.",
+        f"groups of {needed} parameters.",
         "state is matched to parameters by position.",
         "an optimizer over the same groups as the one that the differentiable one was made from.",
     )
