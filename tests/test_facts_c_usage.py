@@ -1002,10 +1002,10 @@ def test_c_test_mode_leaves_no_parameter_connected_to_the_model(higher):
         for _ in range(2):
             diffopt.step(fnet(x).square().mean())
             assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
+            assert all(p.is_leaf for p in diffopt.param_groups[0]["params"])
         (fnet(x).square().mean() + fnet.unused(x).square().mean()).backward()
     assert all(p.grad is None for p in net.parameters())
     assert all(p.grad is not None for p in fnet.parameters())
-    assert all(p.is_leaf for p in diffopt.param_groups[0]["params"])
 
 
 # the state, detached in place
@@ -1061,8 +1061,9 @@ def test_c_patching_in_place_edits_the_models_own_weights(higher):
 def test_c_learned_settings_go_back_in_their_own_type(higher):
     net = Net()
     inner_opt = torch.optim.SGD(net.parameters(), lr=1, momentum=0, weight_decay=0.5)
-    adam = torch.optim.Adam([{"params": [p]} for p in net.parameters()], betas=[0.9, 0.99])
-    for opt in (inner_opt, adam):
+    adam = torch.optim.Adam([{"params": [p]} for p in net.parameters()], betas=(0.9, 0.99))
+    rprop = torch.optim.Rprop(net.parameters(), etas=[0.5, 1.2])
+    for opt in (inner_opt, adam, rprop):
         before = [
             {key: value for key, value in group.items() if key != "params"}
             for group in opt.param_groups
