@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, functional, optim
-from innerloop.optim.blocks import unpacked
+from innerloop.optim.blocks import state_by_parameter
 from modules import python_calls
 from optimizers import FLAGS, ONE_OF_EACH, ROWS, Row, build
 
@@ -281,7 +281,9 @@ class Unrolled:
         times = range(self.first, self.first + self.steps)
         params, state = rule_steps(self.rule, params, given, times, hyper)
         # ASGD's average acts on nothing; it is there to be used in place of the weights.
-        averages = [slots.get("ax") for slots in unpacked(self.rule.family, params, state)]
+        averages = [
+            slots.get("ax") for slots in state_by_parameter(self.rule.family, params, state)
+        ]
         result = self.given.loss(params, 11)
         if any(average is not None for average in averages):
             used = [p if a is None else a for p, a in zip(params, averages, strict=True)]
@@ -610,7 +612,7 @@ def check_dtypes(row: Row, warm: bool, dtypes: list[torch.dtype], tolerance: flo
     torch_steps(optimizer, params, given, range(first, first + 10))
     assert [p.dtype for p in ours] == dtypes
     assert distance(ours, params) < tolerance
-    for slots, p in zip(unpacked(rule.family, ours, state), params, strict=True):
+    for slots, p in zip(state_by_parameter(rule.family, ours, state), params, strict=True):
         for name, value in optimizer.state.get(p, {}).items():
             if slots and name not in rule.family.counters and not row.one_group:
                 assert (slots[name].shape, slots[name].dtype) == (value.shape, value.dtype)

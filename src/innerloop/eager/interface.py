@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from innerloop.eager import refusals
 from innerloop.eager.optimizer import DifferentiableOptimizer, GradCallback, Override, as_list
-from innerloop.eager.rules import BY_CLASS, class_for, unwrapped_optimizer
+from innerloop.eager.rules import BY_CLASS, class_for, unwrap_optimizer
 from innerloop.modules.patched import patched, reference_params
 from innerloop.modules.tree import parameters_of, survey
 
@@ -121,7 +121,7 @@ def get_diff_optim(
     >>> z.detach()
     tensor([0., 0.])
     """
-    opt = unwrapped_optimizer(opt)
+    opt = unwrap_optimizer(opt)
     return class_for(type(opt))(
         opt,
         reference_params,

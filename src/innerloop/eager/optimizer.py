@@ -62,7 +62,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: Any = OrderedDict()
         self._warned_capturable_if_run_uncaptured = True
         if override is not None:
-            self._set(self._checked(override))
+            self._set(self._values_of_override(override))
         params = [p for group in other.param_groups for p in group["params"]]
         self._set_flat_state([copy_state(other.state.get(p), device) for p in params])
 
@@ -104,7 +104,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         check_loss(loss)
         if not loss.requires_grad:
             raise no_graph()
-        settings = {} if override is None else self._checked(override)
+        settings = {} if override is None else self._values_of_override(override)
         callback = self._grad_callback if grad_callback is None else grad_callback
         own = [p for positions in self._group_to_param_list for p in positions]
         wanted = own if callback is None else range(len(weights))
@@ -112,7 +112,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         if callback is not None:
             grads = _from_callback(callback(tuple(grads)), len(weights))
         self._set(settings)
-        new = self._updated(weights, grads, loss.device)
+        new = self._apply_update(weights, grads, loss.device)
         if self._fmodel is not None:
             self._fmodel.update_params(new)
         for hook in self._optimizer_step_post_hooks.values():
@@ -177,7 +177,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         names = (name for name, p in self._fmodel.named_parameters() if p is weight)
         return next(names, f"parameter {position}")
 
-    def _updated(
+    def _apply_update(
         self,
         weights: list[Tensor],
         grads: Sequence[Tensor | None],
@@ -210,7 +210,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     # Settings. ----------------------------------------------------------------------------------
 
-    def _checked(self, override: Override) -> dict[str, list[Any]]:
+    def _values_of_override(self, override: Override) -> dict[str, list[Any]]:
         """One value per group for each setting in an override, or an error."""
         if not isinstance(override, Mapping):
             raise refusals.override_not_a_dictionary(override)

@@ -10,7 +10,7 @@ from torch import Tensor
 from innerloop import _tree, optim
 from innerloop.eager import refusals
 from innerloop.eager.optimizer import DifferentiableOptimizer
-from innerloop.optim.blocks import OptState, unpacked
+from innerloop.optim.blocks import OptState, state_by_parameter
 from innerloop.optim.convert import family_of, known_base, write_state
 from innerloop.optim.family import Family
 from innerloop.optim.rule import Rule, step
@@ -40,7 +40,7 @@ class RuleOptimizer(DifferentiableOptimizer):
         if self._open is None:
             assert self._packed is not None
             params = [p for group in self.param_groups for p in group["params"]]
-            flat = unpacked(self.family, params, self._packed)
+            flat = state_by_parameter(self.family, params, self._packed)
             self._set_flat_state([_tree.map(_independent, slots) for slots in flat])
         assert self._open is not None
         return self._open
@@ -76,7 +76,7 @@ class RuleOptimizer(DifferentiableOptimizer):
 
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Put state and settings into an ordinary optimizer, as numbers where it has numbers."""
-        optimizer = unwrapped_optimizer(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
         self._check_shapes(optimizer)
         if class_for(type(optimizer)) is not type(self):
             raise refusals.target_of_another_kind(self.family.name, optimizer)
@@ -112,7 +112,7 @@ def class_for(kind: type[torch.optim.Optimizer]) -> type[DifferentiableOptimizer
     return BY_CLASS[base]
 
 
-def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside Accelerate's wrapper, which adds gradient accumulation and scaling."""
     # By name: Accelerate need not be installed.
     while any(base.__module__ == "accelerate.optimizer" for base in type(optimizer).__mro__):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from innerloop.eager.optimizer import Override
-from innerloop.eager.rules import class_for, unwrapped_optimizer
+from innerloop.eager.rules import class_for, unwrap_optimizer
 from innerloop.errors import InnerLoopError
 from innerloop.optim import FAMILIES
 from innerloop.optim.convert import family_of
 from innerloop.optim.refusals import unknown_setting
-from innerloop.optim.settings import per_group, plain, write_settings
+from innerloop.optim.settings import per_group, plain_value, write_settings
 
 
 def get_trainable_opt_params(
@@ -28,7 +28,7 @@ def get_trainable_opt_params(
     >>> get_trainable_opt_params(opt)["lr"]
     [tensor(0.1000, requires_grad=True)]
     """
-    opt = unwrapped_optimizer(opt)
+    opt = unwrap_optimizer(opt)
     params = [p for group in opt.param_groups for p in group["params"]]
     dtype = torch.get_default_dtype()
     if any(p.dtype in (torch.float64, torch.complex128) for p in params):
@@ -77,7 +77,7 @@ def apply_trainable_opt_params(opt: torch.optim.Optimizer, override: Override) -
     >>> opt.param_groups[0]["lr"]
     0.5
     """
-    opt = unwrapped_optimizer(opt)
+    opt = unwrap_optimizer(opt)
     settings: list[dict[str, Any]] = [{} for _ in opt.param_groups]
     for name, given in override.items():
         for group in opt.param_groups:
@@ -88,7 +88,7 @@ def apply_trainable_opt_params(opt: torch.optim.Optimizer, override: Override) -
         arity = len(present[0]) if isinstance(present[0], list | tuple) else 1
         values = per_group(name, given, len(present), arity)
         for found, value, old in zip(settings, values, present, strict=True):
-            found[name] = _in_type_of(old, plain(name, value, arity))
+            found[name] = _in_type_of(old, plain_value(name, value, arity))
     write_settings(opt, settings)
 
 

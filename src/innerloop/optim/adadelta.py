@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularized
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     rho, eps = e(h["rho"]), e(h["eps"])
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     square = average(slots["square_avg"], grads * grads, rho)
     delta = safe_sqrt(slots["acc_delta"] + eps) / safe_sqrt(square + eps) * grads
     new = {

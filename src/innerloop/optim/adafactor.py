@@ -19,11 +19,11 @@ from innerloop.optim.family import (
     average,
     count,
     larger,
-    shrunk,
+    shrink,
     smaller,
 )
 from innerloop.optim.rule import Rule
-from innerloop.optim.settings import whole
+from innerloop.optim.settings import scalar_setting
 
 
 def _start(params: Tensor, group: Group) -> Slots:
@@ -68,12 +68,12 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     if eps1 is None:
         eps1 = torch.finfo(packed.params.dtype).eps
     step = packed.slots["step"] + 1
-    keep = 1 - step ** whole(packed, "beta2_decay")
+    keep = 1 - step ** scalar_setting(packed, "beta2_decay")
     estimate, moments = _second_moment(packed.slots, grads, keep, eps1)
     direction = grads * larger(estimate, eps1 * eps1).rsqrt()
     clipped = direction / _clipping(direction, h["d"])
     rate = larger(_root_mean_square(packed.params), eps2) * smaller(step**-0.5, h["lr"])
-    return add_scaled(shrunk(packed), clipped, -rate), {"step": step, **moments}
+    return add_scaled(shrink(packed), clipped, -rate), {"step": step, **moments}
 
 
 ADAFACTOR = Family(

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import Family, Packed, Slots, add_scaled, initially, regularized
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, regularize, start_from
 from innerloop.optim.rule import Rule
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
-    params, grads = regularized(packed)
-    total = initially(packed, h["initial_accumulator_value"], "sum") + grads * grads
+    params, grads = regularize(packed)
+    total = start_from(packed, h["initial_accumulator_value"], "sum") + grads * grads
     rate = h["lr"] / (1 + slots["step"] * h["lr_decay"])
     scaled = grads / (safe_sqrt(total) + e(h["eps"]))
     return add_scaled(params, scaled, e(-rate)), {"step": slots["step"] + 1, "sum": total}

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularized
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     first = average(slots["exp_avg"], grads, e(beta1))
     largest = torch.maximum(e(beta2) * slots["exp_inf"], grads.abs() + e(h["eps"]))

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularized
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     lr, lambd = h["lr"], h["lambd"]
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     eta = torch.where(slots["step"] == 0, lr, slots["eta"])
     params = add_scaled(params * e(1 - lambd * eta), grads, e(-eta))
     step = slots["step"] + 1

@@ -55,10 +55,10 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of :func:`pack`, with the shapes and dtypes of ``like``."""
     parts = [flat] if len(like) == 1 else flat.split([real(tensor).numel() for tensor in like])
-    return [_restored(part, tensor) for part, tensor in zip(parts, like, strict=True)]
+    return [_restore(part, tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _restored(part: Tensor, like: Tensor) -> Tensor:
+def _restore(part: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
         return torch.view_as_complex(part.view(real(like).shape))
     return (part if part.shape == like.shape else part.view(like.shape)).to(like.dtype)
@@ -174,7 +174,7 @@ def divide(
     return part(moving), part(resting)
 
 
-def unpacked(family: Family, params: Sequence[Tensor], state: OptState) -> list[Slots]:
+def state_by_parameter(family: Family, params: Sequence[Tensor], state: OptState) -> list[Slots]:
     """The state of each parameter in torch's names and shapes, still part of the graph."""
     found: list[Slots] = [{} for _ in params]
     for block in state:

@@ -53,7 +53,7 @@ def names_of(params: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[str
 
 def read_state(family: Family, state: Mapping[str, Any]) -> Slots:
     """One parameter's state out of torch's dictionary, copied."""
-    return family.read(_tree.map(_copied, dict(state)))
+    return family.read(_tree.map(_copy, dict(state)))
 
 
 def write_state(family: Family, optimizer: torch.optim.Optimizer, state: Sequence[Slots]) -> None:
@@ -65,7 +65,7 @@ def write_state(family: Family, optimizer: torch.optim.Optimizer, state: Sequenc
         {
             name: _counter(name, value, on_device)
             if name in family.counters
-            else _tree.map(_copied, value)
+            else _tree.map(_copy, value)
             for name, value in slots.items()
         }
         for slots in state
@@ -75,7 +75,7 @@ def write_state(family: Family, optimizer: torch.optim.Optimizer, state: Sequenc
             optimizer.state[param] = slots
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

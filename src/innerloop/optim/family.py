@@ -44,11 +44,11 @@ class Packed:
     """The loss and its gradient at other weights, packed alike, for LBFGS."""
 
 
-def _unchanged(slots: Slots) -> Slots:
+def _identity(slots: Slots) -> Slots:
     return slots
 
 
-def _once_started(slots: Slots) -> Slots:
+def _drop_before_start(slots: Slots) -> Slots:
     """The state to write into torch, which keeps none before the first step."""
     return {} if "step" in slots and not bool((slots["step"] > 0).any()) else slots
 
@@ -72,9 +72,9 @@ class Family:
     """Slots that exist only where a setting or an option is on, with its name."""
     start: Callable[[Tensor, Group], Slots] | None = None
     """The state before the first step, where it is another one, of a real parameter and group."""
-    read: Callable[[Slots], Slots] = _unchanged
+    read: Callable[[Slots], Slots] = _identity
     """The slots of a parameter out of its state in torch; ``write`` is the inverse."""
-    write: Callable[[Slots], Slots] = _once_started
+    write: Callable[[Slots], Slots] = _drop_before_start
     layout: str = "elementwise"
     """``"elementwise"`` packs parameters together, ``"tensor"`` takes them one by one because
     their shapes matter, ``"whole"`` needs all of them at once."""
@@ -119,14 +119,14 @@ def off(value: Any) -> bool:
     return not isinstance(value, Tensor) and value == 0
 
 
-def regularized(packed: Packed) -> tuple[Tensor, Tensor]:
+def regularize(packed: Packed) -> tuple[Tensor, Tensor]:
     """Parameters and gradients after ``maximize`` and weight decay: ``p, g + weight_decay * p``.
 
     With ``decoupled_weight_decay``, ``(1 - lr * weight_decay) * p, g``.
     """
     grads = ascent(packed)
     if packed.options.get("decoupled_weight_decay"):
-        return shrunk(packed), grads
+        return shrink(packed), grads
     decay = packed.hyper["weight_decay"]
     if not off(decay):
         grads = add_scaled(grads, packed.params, packed.spread(decay))
@@ -138,7 +138,7 @@ def ascent(packed: Packed) -> Tensor:
     return -packed.grads if packed.options["maximize"] else packed.grads
 
 
-def shrunk(packed: Packed) -> Tensor:
+def shrink(packed: Packed) -> Tensor:
     """``(1 - lr * weight_decay) * p``: the decay decoupled from the gradient."""
     decay = packed.hyper["weight_decay"]
     if off(decay):
@@ -146,7 +146,7 @@ def shrunk(packed: Packed) -> Tensor:
     return packed.params * packed.spread(1 - packed.hyper["lr"] * decay)
 
 
-def initially(packed: Packed, setting: Value, slot: str) -> Tensor:
+def start_from(packed: Packed, setting: Value, slot: str) -> Tensor:
     """The setting before a parameter's first step, its slot from then on.
 
     A setting that only acts at the start enters here and not in ``fresh``: the state is made

@@ -21,7 +21,7 @@ def _read(state: Slots) -> Slots:
     return {name: value for name, value in state.items() if name != "al"}
 
 
-def _with_last_pair(slots: Slots, grads: Tensor, size: int) -> Slots:
+def _append_last_pair(slots: Slots, grads: Tensor, size: int) -> Slots:
     """The history with the pair of the last iteration, where the curvature along it is positive."""
     change = grads - slots["prev_flat_grad"]
     moved = slots["d"] * slots["t"]
@@ -52,7 +52,7 @@ def _direction(slots: Slots, grads: Tensor) -> Tensor:
     return result
 
 
-def _most(tensor: Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max())
 
 
@@ -69,12 +69,12 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     loss = sign * float(here.detach())
     evals = 1
     slots = {**packed.slots, "func_evals": packed.slots["func_evals"] + 1}
-    if _most(grads) <= options["tolerance_grad"]:
+    if _largest(grads) <= options["tolerance_grad"]:
         return packed.params, slots
     for iteration in range(1, options["max_iter"] + 1):
         first = slots["n_iter"] == 0
         if not first:
-            slots = _with_last_pair(slots, grads, options["history_size"])
+            slots = _append_last_pair(slots, grads, options["history_size"])
         direction = _direction(slots, grads)
         rate = torch.clamp(1 / grads.abs().sum(), max=1.0) * lr if first else lr
         before = loss
@@ -96,8 +96,8 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         slots["func_evals"] += 1
         if (
             evals >= most_evals
-            or _most(grads) <= options["tolerance_grad"]
-            or _most(direction * rate) <= options["tolerance_change"]
+            or _largest(grads) <= options["tolerance_grad"]
+            or _largest(direction * rate) <= options["tolerance_change"]
             or abs(loss - before) < options["tolerance_change"]
         ):
             break

@@ -17,10 +17,10 @@ from innerloop.optim.family import (
     Value,
     add_scaled,
     larger,
-    shrunk,
+    shrink,
 )
 from innerloop.optim.rule import Rule
-from innerloop.optim.settings import whole
+from innerloop.optim.settings import scalar_setting
 
 
 def _start(params: Tensor, group: Group) -> Slots:
@@ -29,7 +29,7 @@ def _start(params: Tensor, group: Group) -> Slots:
     return {"momentum_buffer": torch.zeros_like(params)}
 
 
-def _toward(start: Tensor, end: Tensor, weight: Value) -> Tensor:
+def _lerp(start: Tensor, end: Tensor, weight: Value) -> Tensor:
     """``start + weight * (end - start)``, by torch's own kernel where that takes the weight.
 
     What follows is rounded to few digits, so a difference in the last one could become visible.
@@ -39,7 +39,7 @@ def _toward(start: Tensor, end: Tensor, weight: Value) -> Tensor:
     return torch.lerp(start, end, weight)
 
 
-def _mixed(base: Tensor, left: Tensor, right: Tensor, beta: Value, alpha: Value) -> Tensor:
+def _addmm(base: Tensor, left: Tensor, right: Tensor, beta: Value, alpha: Value) -> Tensor:
     """``beta * base + alpha * left @ right``, rounded once to the dtype of ``base``."""
     if not isinstance(beta, Tensor) and not isinstance(alpha, Tensor):
         return torch.addmm(base, left, right, beta=beta, alpha=alpha)
@@ -58,24 +58,24 @@ def _newton_schulz(
     x = x / larger(norm(x), eps)
     for _ in range(steps):
         gram = x @ x.T
-        x = _mixed(x, _mixed(gram, gram, gram, b, c), x, a, 1)
+        x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1)
     return x.T if tall else x
 
 
-def _orthogonal(packed: Packed, matrix: Tensor) -> Tensor:
+def _orthogonalize(packed: Packed, matrix: Tensor) -> Tensor:
     """Newton–Schulz with the value of ``ns_dtype`` and the derivative of the matrix's own dtype."""
     steps, dtype = packed.options["ns_steps"], packed.options["ns_dtype"]
-    coefficients, eps = whole(packed, "ns_coefficients"), whole(packed, "eps")
+    coefficients, eps = scalar_setting(packed, "ns_coefficients"), scalar_setting(packed, "eps")
     smooth = _newton_schulz(matrix, coefficients, eps, steps, safe_norm)
     if dtype == matrix.dtype:
         return smooth
     with torch.no_grad():
-        a, b, c, least = (_detached(value) for value in (*coefficients, eps))
+        a, b, c, least = (_detach(value) for value in (*coefficients, eps))
         rounded = _newton_schulz(matrix.detach().to(dtype), (a, b, c), least, steps, torch.norm)
     return rounded.to(matrix.dtype) + (smooth - smooth.detach())
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -89,10 +89,10 @@ def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     h, grads, options = packed.hyper, packed.grads, packed.options
-    buffer = _toward(packed.slots["momentum_buffer"], grads, 1 - h["momentum"])
-    step = _toward(grads, buffer, h["momentum"]) if options["nesterov"] else buffer
+    buffer = _lerp(packed.slots["momentum_buffer"], grads, 1 - h["momentum"])
+    step = _lerp(grads, buffer, h["momentum"]) if options["nesterov"] else buffer
     rate = h["lr"] * _ratio(grads.shape, options["adjust_lr_fn"])
-    new = add_scaled(shrunk(packed), _orthogonal(packed, step), -rate)
+    new = add_scaled(shrink(packed), _orthogonalize(packed, step), -rate)
     return new, {"momentum_buffer": buffer}
 
 

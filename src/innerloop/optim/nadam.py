@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import Family, Packed, Slots, average, regularized
+from innerloop.optim.family import Family, Packed, Slots, average, regularize
 from innerloop.optim.rule import Rule
 
 
@@ -16,7 +16,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
     lr, decay = h["lr"], h["momentum_decay"]
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     mu = beta1 * (1 - 0.5 * 0.96 ** (step * decay))
     mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * decay))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import Family, Packed, Slots, Value, add_scaled, average, regularized
+from innerloop.optim.family import Family, Packed, Slots, Value, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
 
 
@@ -31,7 +31,7 @@ def _rectification(beta2: Value, step: Tensor) -> tuple[Tensor, Tensor]:
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     first = average(slots["exp_avg"], grads, e(beta1))
     second = average(slots["exp_avg_sq"], grads * grads, e(beta2))

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, off, regularized
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, off, regularize
 from innerloop.optim.rule import Rule
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     alpha, momentum = e(h["alpha"]), e(h["momentum"])
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     square = average(slots["square_avg"], grads * grads, alpha)
     new = {**slots, "step": slots["step"] + 1, "square_avg": square}
     if packed.options["centered"]:

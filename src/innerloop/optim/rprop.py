@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import Family, Packed, Slots, ascent, initially, larger, smaller
+from innerloop.optim.family import Family, Packed, Slots, ascent, larger, smaller, start_from
 from innerloop.optim.rule import Rule
 
 
@@ -21,7 +21,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     turned = agreement < 0
     factor = torch.where(agreement > 0, grow, torch.ones_like(grads))
     factor = torch.where(turned, shrink, factor)
-    sizes = initially(packed, h["lr"], "step_size") * factor
+    sizes = start_from(packed, h["lr"], "step_size") * factor
     sizes = smaller(larger(sizes, least), most)
     grads = torch.where(turned, 0.0, grads)
     new = {"step": slots["step"] + 1, "prev": grads, "step_size": sizes}

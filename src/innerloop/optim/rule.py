@@ -22,13 +22,13 @@ from innerloop.optim.blocks import (
     real,
     share_equal_counters,
     spreader,
+    state_by_parameter,
     unpack,
-    unpacked,
 )
 from innerloop.optim.convert import write_state
 from innerloop.optim.family import Elsewhere, Family, Group, Packed, Slots
 from innerloop.optim.settings import (
-    merged,
+    merge_settings,
     of_block,
     of_each_parameter,
     plain_settings,
@@ -125,29 +125,31 @@ class Rule:
         gives the loss and the gradients at other weights, for LBFGS.
         """
         leaves = self._leaves(params)
-        grad_leaves = self._aligned(params, grads, "gradients")
+        grad_leaves = self._align(params, grads, "gradients")
         sizes = self._sizes(leaves)
         groups: Sequence[Group] = self.groups
         if hyper:
             shapes = _by_group([leaf.shape for leaf in leaves], sizes)
-            groups = merged(self.family, groups, shapes, hyper)
+            groups = merge_settings(self.family, groups, shapes, hyper)
         elsewhere = None
         if evaluate is not None:
-            elsewhere = self._packed_evaluation(evaluate, params, leaves)
+            elsewhere = self._evaluation_of_packed(evaluate, params, leaves)
         try:
             new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, elsewhere)
         except KeyError as error:
             raise refusals.wrong_state(self.family.name, f"it has no {error}") from error
-        return self._rebuilt(params, new), new_state
+        return self._rebuild(params, new), new_state
 
-    def _packed_evaluation(
+    def _evaluation_of_packed(
         self, evaluate: Evaluate, params: Any, leaves: Sequence[Tensor]
     ) -> Elsewhere:
         """``evaluate`` as a function of all parameters as one tensor."""
 
         def at(flat: Tensor) -> tuple[Tensor, Tensor]:
-            loss, found = evaluate(self._rebuilt(params, unpack(flat, leaves)))
-            return loss, pack(_filled(leaves, self._aligned(params, found, "gradients elsewhere")))
+            loss, found = evaluate(self._rebuild(params, unpack(flat, leaves)))
+            return loss, pack(
+                _fill_zeros(leaves, self._align(params, found, "gradients elsewhere"))
+            )
 
         return Elsewhere(at, getattr(evaluate, "here", None))
 
@@ -160,9 +162,9 @@ class Rule:
         """Put a state, and settings if given, into an ordinary optimizer over the same shapes."""
         targets = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = _by_group([p.shape for p in targets], self._sizes(targets))
-        groups = merged(self.family, self.groups, shapes, hyper)
+        groups = merge_settings(self.family, self.groups, shapes, hyper)
         settings = [] if hyper is None else plain_settings(self.family, groups)
-        write_state(self.family, optimizer, unpacked(self.family, targets, state))
+        write_state(self.family, optimizer, state_by_parameter(self.family, targets, state))
         if settings:
             write_settings(optimizer, settings)
 
@@ -171,26 +173,26 @@ class Rule:
     def _leaves(self, params: Any) -> list[Tensor]:
         """The rule's parameters, in its order."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
-            return self._named(params, "parameters")
+            return self._by_name(params, "parameters")
         several = len(self.groups) > 1 or any(self.warm or ())
         if isinstance(params, Mapping) and self.shapes is not None and several:
             raise refusals.unnamed_mapping()
         return _tree.flatten(params)[0]
 
-    def _aligned(self, params: Any, other: Any, what: str) -> list[Any]:
+    def _align(self, params: Any, other: Any, what: str) -> list[Any]:
         """The leaves of ``other`` in the places of the rule's parameters."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
-            return self._named(other, what)
-        return _aligned(params, other, what)
+            return self._by_name(other, what)
+        return _align(params, other, what)
 
-    def _named(self, given: Any, what: str) -> list[Any]:
+    def _by_name(self, given: Any, what: str) -> list[Any]:
         names = self.names or ()
         try:
             return list(map(given.__getitem__, names))
         except (KeyError, TypeError, AttributeError) as error:
             raise refusals.other_structure(what, f"they are not by the names {names}") from error
 
-    def _rebuilt(self, params: Any, leaves: list[Tensor]) -> Any:
+    def _rebuild(self, params: Any, leaves: list[Tensor]) -> Any:
         """``params`` with the rule's parameters replaced."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
             return {**params, **dict(zip(self.names, leaves, strict=True))}
@@ -206,17 +208,17 @@ class Rule:
         return sizes
 
 
-def _aligned(params: Any, other: Any, what: str) -> list[Any]:
+def _align(params: Any, other: Any, what: str) -> list[Any]:
     if isinstance(params, Mapping):
         if not isinstance(other, Mapping) or set(other) != set(params):
             raise refusals.other_structure(what, "other names")
-        return [leaf for key in params for leaf in _aligned(params[key], other[key], what)]
+        return [leaf for key in params for leaf in _align(params[key], other[key], what)]
     if isinstance(params, list | tuple):
         if not isinstance(other, list | tuple):
             raise refusals.other_structure(what, type(other).__name__)
         if len(other) != len(params):
             raise refusals.other_structure(what, f"{len(other)} {what} for {len(params)}")
-        return [leaf for p, o in zip(params, other, strict=True) for leaf in _aligned(p, o, what)]
+        return [leaf for p, o in zip(params, other, strict=True) for leaf in _align(p, o, what)]
     return [other] if isinstance(params, Tensor) else _tree.flatten(other)[0]
 
 
@@ -242,7 +244,7 @@ def step(
         if updated is not None:
             return updated, state
     if family.layout == "whole":
-        grads = _filled(params, grads)
+        grads = _fill_zeros(params, grads)
     new, new_state = list(params), []
     for block in state:
         moving, resting = divide(family, block, params, grads)
@@ -251,7 +253,7 @@ def step(
         if moving is None:
             continue
         tensors = [params[m] for m in moving.members]
-        packed = _packed(
+        packed = _pack_block(
             family,
             moving.slots,
             tensors,
@@ -262,7 +264,7 @@ def step(
         flat, slots = family.update(packed)
         for member, tensor in zip(moving.members, unpack(flat, tensors), strict=True):
             new[member] = tensor
-        new_state.append(Block(moving.members, _as_kept(family, slots, moving.slots)))
+        new_state.append(Block(moving.members, _keep_dtypes(family, slots, moving.slots)))
     return new, tuple(new_state)
 
 
@@ -286,7 +288,7 @@ def _check(
         raise refusals.wrong_state(family.name, f"it is of {count}, not {len(params)}")
 
 
-def _filled(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+def _fill_zeros(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
 
 
@@ -294,7 +296,7 @@ def _options(family: Family, group: Group) -> dict[str, Any]:
     return {name: group.get(name, default) for name, default in family.options.items()}
 
 
-def _packed(
+def _pack_block(
     family: Family,
     slots: Slots,
     params: list[Tensor],
@@ -317,7 +319,7 @@ def _packed(
     return Packed(flat, pack(grads), slots, hyper, options, spread, evaluate)
 
 
-def _as_kept(family: Family, slots: Slots, before: Slots) -> Slots:
+def _keep_dtypes(family: Family, slots: Slots, before: Slots) -> Slots:
     """New slots in the dtypes of the old ones; counters stay in double precision."""
     kept = dict(slots)
     for name, slot in slots.items():

@@ -16,7 +16,7 @@ from innerloop.optim.family import Family, Group, Packed
 # As users write them. ---------------------------------------------------------------------------
 
 
-def merged(
+def merge_settings(
     family: Family,
     groups: Sequence[Group],
     shapes: Sequence[Sequence[torch.Size]],
@@ -164,14 +164,14 @@ def _split(family: Family, group: Group, params: Sequence[Tensor]) -> list[Group
         ]
         for i, param in enumerate(params):
             values = [
-                _placed(_of_parameter(family, name, part, i, param.shape, len(params)), param)
+                _place(_of_parameter(family, name, part, i, param.shape, len(params)), param)
                 for part in parts
             ]
             each[i][name] = tuple(values) if arity > 1 else values[0]
     return each
 
 
-def _placed(value: Any, param: Tensor) -> Any:
+def _place(value: Any, param: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.dim():
@@ -224,7 +224,7 @@ def _per_element(values: Sequence[Any], params: Sequence[Tensor]) -> Tensor:
     return full[0] if len(full) == 1 else torch.cat([value.reshape(-1) for value in full])
 
 
-def whole(packed: Packed, name: str) -> Any:
+def scalar_setting(packed: Packed, name: str) -> Any:
     """A setting that acts on a parameter as a whole, refused where it is given per element."""
     value = packed.hyper[name]
     for part in value if isinstance(value, tuple) else (value,):
@@ -239,12 +239,12 @@ def whole(packed: Packed, name: str) -> Any:
 def plain_settings(family: Family, groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The groups' continuous settings as numbers, or an error where they have no such form."""
     return [
-        {name: plain(name, group[name], arity) for name, arity in family.settings.items()}
+        {name: plain_value(name, group[name], arity) for name, arity in family.settings.items()}
         for group in groups
     ]
 
 
-def plain(name: str, value: Any, arity: int) -> Any:
+def plain_value(name: str, value: Any, arity: int) -> Any:
     """The value of one group as a number, or as a tuple of ``arity`` numbers."""
     if arity == 1:
         return _number(name, value)

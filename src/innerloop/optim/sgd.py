@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import Family, Group, Packed, Slots, add_scaled, count, off, regularized
+from innerloop.optim.family import Family, Group, Packed, Slots, add_scaled, count, off, regularize
 from innerloop.optim.rule import Rule
 
 
@@ -25,7 +25,7 @@ def _write(slots: Slots) -> Slots:
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
-    params, grads = regularized(packed)
+    params, grads = regularize(packed)
     momentum = h["momentum"]
     if not off(momentum):
         slots = slots or SGD.fresh(params, h)
