@@ -757,28 +757,29 @@ SUBCLASSES = """
 import torch
 from innerloop import InnerLoopError, optim
 
-class Plain({base}):
-    pass
+for base in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon):
+    class Plain(base):
+        pass
 
-class Own({base}):
-    def step(self, closure=None):
-        return super().step(closure)
+    class Own(base):
+        def step(self, closure=None):
+            return super().step(closure)
 
-for kind in (Plain, Own):
-    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    assert optim.from_torch(Plain(params)).family.name == base.__name__
     try:
-        print(kind.__name__, optim.from_torch(optimizer).family.name)
+        optim.from_torch(Own(params))
     except InnerLoopError as error:
-        print(kind.__name__, "register_optim" in str(error))
+        assert "register_optim" in str(error)
+    else:
+        raise AssertionError(base)
 """
 
 
-@pytest.mark.parametrize("base", ["SGD", "AdamW", "Muon"])
-def test_a_subclass_is_accepted_unless_it_has_its_own_step(base: str) -> None:
+def test_a_subclass_is_accepted_unless_it_has_its_own_step() -> None:
     # In a fresh process: the first instance of a class makes torch wrap the `step` of that class.
-    script = SUBCLASSES.format(base=f"torch.optim.{base}")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"Plain {base}", "Own True"], done.stderr
+    done = subprocess.run([sys.executable, "-c", SUBCLASSES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_class_of_torch_is_here() -> None:
@@ -824,7 +825,7 @@ def test_lbfgs_maximizes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every input.
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.ASGD, torch.optim.Muon])
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.Muon])
 def test_an_update_compiles_as_one_graph(kind: Any) -> None:
     params = [torch.randn(3, 2), torch.randn(2, 2), torch.randn(2, 4)]
     rule = optim.from_torch(kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}]))
