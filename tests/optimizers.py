@@ -118,23 +118,27 @@ ROWS = [
 """Every class, with every option and settings that make each of its terms act."""
 
 
-def _flags(kind: type[optim.Optimizer], *names: str) -> list[Row]:
-    return [_row(kind, lr=0.05, **{name: True}) for name in names]
+_BRANCHING = ("momentum", "dampening", "max_eval")
 
+
+def _variant(row: Row) -> Any:
+    """What a rule branches by: its class, the options that are on, and settings that add terms."""
+    on = [
+        name
+        for name, value in row.settings.items()
+        if value and (isinstance(value, bool | str) or name in _BRANCHING)
+    ]
+    return row.kind, tuple(on)
+
+
+ONE_OF_EACH = list({_variant(row): row for row in reversed(ROWS)}.values())
+"""The first row of every variant."""
 
 FLAGS = [
-    *_flags(optim.SGD, "foreach", "fused", "differentiable"),
-    *_flags(optim.Adam, "foreach", "fused", "capturable", "differentiable"),
-    *_flags(optim.AdamW, "foreach", "fused", "capturable", "differentiable"),
-    *_flags(optim.Adamax, "foreach", "capturable", "differentiable"),
-    *_flags(optim.NAdam, "foreach", "capturable", "differentiable"),
-    *_flags(optim.RAdam, "foreach", "capturable", "differentiable"),
-    *_flags(optim.Adagrad, "foreach", "fused", "differentiable"),
-    *_flags(optim.Adadelta, "foreach", "capturable", "differentiable"),
-    *_flags(optim.RMSprop, "foreach", "capturable", "differentiable"),
-    *_flags(optim.Rprop, "foreach", "capturable", "differentiable"),
-    *_flags(optim.ASGD, "foreach", "capturable", "differentiable"),
-    *_flags(optim.Adafactor, "foreach"),
+    _row(kind, lr=0.05, **{flag: True})
+    for kind in dict.fromkeys(row.kind for row in ROWS)
+    for flag in ("foreach", "fused", "capturable", "differentiable")
+    if flag in inspect.signature(kind).parameters
 ]
 """Flags that choose how torch computes the same rule; they are accepted and change nothing."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import innerloop as il
 import innerloop.compat.higher
-from problems import Net, flat, regression, relative_error, sgd, trained
+from problems import Net, flat, regression, relative_error, trained
 
 # Every name that the modules of higher 0.2.1 have, the aliases of their imports too.
 NAMES = {
@@ -140,13 +140,6 @@ def test_install_serves_every_form_of_import(no_higher):
     assert "innerloop" in higher.__file__
 
 
-def test_install_twice_changes_nothing(higher):
-    patch = sys.modules["higher.patch"]
-    innerloop.compat.higher.install()
-    assert importlib.import_module("higher") is higher
-    assert importlib.import_module("higher.patch") is patch
-
-
 def test_patched_models_are_instances_of_the_base(higher):
     model = Net()
     fmodel = higher.monkeypatch(model)
@@ -154,11 +147,6 @@ def test_patched_models_are_instances_of_the_base(higher):
     assert isinstance(fmodel, nn.Module) and isinstance(fmodel, Net)
     assert not isinstance(model, higher.patch._MonkeyPatchBase)
     assert isinstance(il.monkeypatch(model), higher.patch._MonkeyPatchBase)
-
-
-def test_patching_a_patched_model_is_refused(higher):
-    with pytest.raises(ValueError, match="patched"):
-        higher.monkeypatch(higher.monkeypatch(Net()))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +171,6 @@ def test_differentiable_optimizers_are_of_their_class(higher, name):
     expected = trained(model, lambda p: torch_type(p, lr=0.1), loss, 1)[1]
     assert relative_error(flat(new), expected) < 1e-12
     assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
-
-
-def test_an_optimizer_over_foreign_parameters_is_refused(higher):
-    with pytest.raises(ValueError, match="parameter"):
-        higher.get_diff_optim(sgd(Net().parameters()), Net().parameters())
 
 
 # patch
@@ -218,10 +201,6 @@ def test_parameter_placeholder_prints_its_name(higher):
     assert repr(placeholder) == 'Parameter placeholder ("weight")'
 
 
-def test_internal_attributes_are_names(higher):
-    assert {"_parameters", "_buffers", "_modules"} <= higher.patch._internal_attrs
-
-
 def test_parameters_is_the_patched_one(higher):
     model = Net()
     fmodel = higher.monkeypatch(model)
@@ -244,13 +223,6 @@ def test_recursive_apply_keeps_the_types_of_the_target(higher):
     assert apply(one, target) is target and target.item() == 1.5
     with pytest.raises(ValueError, match="type"):
         apply(one, (0.0, 0.0))
-
-
-def test_apply_trainable_opt_params_checks_the_length(higher):
-    optimizer = sgd(Net().parameters())
-    with pytest.raises(ValueError, match="group"):
-        higher.optim.apply_trainable_opt_params(optimizer, {"lr": [torch.tensor(1.0)] * 3})
-    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_arithmetic_of_optim(higher):

@@ -41,26 +41,6 @@ def reversed_gradient(value, model):
 # first_order= ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_first_order_leaves_out_the_derivative_of_inner_gradients(make_optimizer):
-    model, loss = Net(), regression()
-    value, weights = unrolled(model, make_optimizer, loss, 3, first_order=True)
-    assert relative_error(weights, trained(model, make_optimizer, loss, 3)[1]) < 1e-12
-    # With constant gradients every new weight is the old one plus a constant.
-    last = {
-        name: w.view_as(p).detach().requires_grad_()
-        for (name, p), w in zip(
-            model.named_parameters(),
-            weights.split([p.numel() for p in model.parameters()]),
-            strict=True,
-        )
-    }
-    at_the_end = torch.autograd.grad(
-        loss(lambda x: functional_call(model, last, (x,))), list(last.values())
-    )
-    assert relative_error(reversed_gradient(value, model), flat(at_the_end)) < 1e-12
-
-
 def test_first_order_equals_detached_gradients():
     """With decay, momentum and a learned rate: all paths but those through inner gradients."""
     model, loss = Net(), regression()
@@ -123,46 +103,6 @@ def test_first_order_by_the_other_two_ways():
     assert relative_error(grads, reversed_gradient(expected, model)) < 1e-12
 
 
-# grad_callback= ----------------------------------------------------------------------------------
-
-
-def clipped(grads):
-    norm = torch.sqrt(sum(g.square().sum() for g in grads if g is not None))
-    return [None if g is None else g * (0.5 / norm) for g in grads]
-
-
-def clipped_training(model, loss, start, steps=3):
-    plain = copy.deepcopy(model)
-    set_weights(plain, start)
-    optimizer = momentum(plain.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(plain).backward()
-        norm = flat(p.grad for p in plain.parameters()).norm()
-        for p in plain.parameters():
-            p.grad.mul_(0.5 / norm)
-        optimizer.step()
-    return plain
-
-
-def test_grad_callback_of_the_context_is_differentiated():
-    model, loss = Net(), regression()
-    seen = []
-
-    def callback(grads):
-        seen.append(grads)
-        return clipped(grads)
-
-    value, weights = unrolled(model, momentum, loss, 3, grad_callback=callback)
-    assert [type(grads) for grads in seen] == [tuple] * 3
-    assert all(g.requires_grad for grads in seen for g in grads)
-    start = flat(model.parameters()).detach()
-    expected = flat(clipped_training(model, loss, start).parameters())
-    assert relative_error(weights, expected) < 1e-12
-    differences = central_difference(lambda w: loss(clipped_training(model, loss, w)), start)
-    assert relative_error(reversed_gradient(value, model), differences) < 1e-6
-
-
 # retain_graph= -----------------------------------------------------------------------------------
 
 
@@ -184,39 +124,60 @@ def test_retain_graph_keeps_the_graph_of_the_loss(settings):
         value.backward()
 
 
-def test_two_optimizers_share_one_loss_at_first_order():
-    model, loss = Net(), regression()
-    fmodel = il.monkeypatch(model, copy_initial_weights=False)
-    first, last = (
-        il.get_diff_optim(
-            sgd(layer.parameters()), model.parameters(), fmodel=fmodel, first_order=True
-        )
-        for layer in (model.first, model.last)
-    )
-    for _ in range(2):
-        value = loss(fmodel)
-        first.step(value, retain_graph=True)
-        last.step(value)
-    expected, weights = unrolled(model, sgd, loss, 2, first_order=True)
-    assert relative_error(flat(fmodel.parameters()), weights) < 1e-12
-    grads = reversed_gradient(loss(fmodel), model)
-    assert relative_error(grads, reversed_gradient(expected, model)) < 1e-12
-
-
 # Two optimizers in turn. ------------------------------------------------------------------------
 
 
-def alternating(model):
-    return (
-        torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.Adam(model.last.parameters(), lr=0.05),
-    )
+def two_optimizers(model):
+    return momentum(model.first.parameters()), adam(model.last.parameters())
+
+
+def both_diffopts(model, fmodel, **settings):
+    return [
+        il.get_diff_optim(optimizer, model.parameters(), fmodel=fmodel, **settings)
+        for optimizer in two_optimizers(model)
+    ]
+
+
+def sharing(model, loss, steps, start):
+    """Both optimizers step by the gradient of one loss."""
+    plain = copy.deepcopy(model)
+    set_weights(plain, start)
+    optimizers = two_optimizers(plain)
+    for _ in range(steps):
+        plain.zero_grad()
+        loss(plain).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return plain
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"first_order": True}, {"track_higher_grads": False}], ids=str
+)
+def test_two_optimizers_share_one_loss(settings):
+    model, loss = Net(), regression()
+    track = settings.get("track_higher_grads", True)
+    fmodel = il.monkeypatch(model, copy_initial_weights=not track, track_higher_grads=track)
+    first, last = both_diffopts(model, fmodel, **settings)
+    for _ in range(3):
+        value = loss(fmodel)
+        first.step(value, retain_graph=True)
+        last.step(value)
+    start = flat(model.parameters()).detach()
+    expected = flat(sharing(model, loss, 3, start).parameters())
+    assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
+    if not track:
+        assert all(p.is_leaf and p.requires_grad for p in fmodel.parameters())
+        return
+    grads = reversed_gradient(loss(fmodel), model)
+    differences = central_difference(lambda w: loss(sharing(model, loss, 3, w)), start)
+    assert (relative_error(grads, differences) < 1e-6) != settings.get("first_order", False)
 
 
 def alternating_training(model, losses, rounds, start):
     plain = copy.deepcopy(model)
     set_weights(plain, start)
-    optimizers = alternating(plain)
+    optimizers = two_optimizers(plain)
     for _ in range(rounds):
         for optimizer, loss in zip(optimizers, losses, strict=True):
             plain.zero_grad()
@@ -230,10 +191,7 @@ def test_two_optimizers_in_turn_each_with_a_new_loss(rounds):
     """Each inner gradient is the partial derivative by the weights as they are then."""
     model, losses = Net(), (regression(), regression())
     fmodel = il.monkeypatch(model, copy_initial_weights=False)
-    diffopts = [
-        il.get_diff_optim(optimizer, model.parameters(), fmodel=fmodel)
-        for optimizer in alternating(model)
-    ]
+    diffopts = both_diffopts(model, fmodel)
     for _ in range(rounds):
         for diffopt, loss in zip(diffopts, losses, strict=True):
             diffopt.step(loss(fmodel))
@@ -482,14 +440,16 @@ def test_loading_settings_replaces_learned_ones():
     assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
 
 
-def test_a_group_added_by_its_present_weights():
+@pytest.mark.parametrize("by", ["its present weights", "those of the model"])
+def test_an_added_group(by):
     model, loss = Net(), regression()
     fmodel = il.monkeypatch(model, copy_initial_weights=False)
     diffopt = il.get_diff_optim(
         momentum(model.first.parameters()), model.parameters(), fmodel=fmodel
     )
     diffopt.step(loss(fmodel))
-    diffopt.add_param_group({"params": fmodel.last.parameters(), "lr": 0.2})
+    source = fmodel if by == "its present weights" else model
+    diffopt.add_param_group({"params": source.last.parameters(), "lr": 0.2})
     diffopt.step(loss(fmodel))
 
     def plain(start):

@@ -16,7 +16,6 @@ from problems import (
     regression,
     relative_error,
     set_weights,
-    sgd,
     trained,
     unrolled,
 )
@@ -55,29 +54,9 @@ def assert_exact_setting(optimizer_type, name, value, steps=4, difference=centra
 # B10: betas of Adam
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1}])
 @pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.AdamW])
-def test_b10_derivative_of_betas(optimizer_type, options):
-    assert_exact_setting(optimizer_type, "betas", (0.8, 0.95), lr=0.1, **options)
-
-
-@pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.AdamW])
-def test_b10_derivative_of_beta2_alone(optimizer_type):
-    model, loss = Net(), regression()
-    beta2 = torch.tensor(0.95, requires_grad=True)
-
-    def make(params):
-        return optimizer_type(params, lr=0.1)
-
-    value, _ = unrolled(model, make, loss, 4, override={"betas": [(0.8, beta2)]})
-    actual = torch.autograd.grad(value, beta2)[0]
-
-    def outcome(beta2):
-        return trained(
-            model, lambda p: optimizer_type(p, lr=0.1, betas=(0.8, beta2.item())), loss, 4
-        )[0]
-
-    assert relative_error(actual, central_difference(outcome, beta2.detach())) < 1e-6
+def test_b10_derivative_of_betas(optimizer_type):
+    assert_exact_setting(optimizer_type, "betas", (0.8, 0.95), lr=0.1, amsgrad=True)
 
 
 # B11: ASGD
@@ -89,12 +68,6 @@ ASGD_OPTIONS = {"lr": 0.2, "lambd": 0.3, "alpha": 0.6, "t0": 2.0, "weight_decay"
 @pytest.mark.parametrize("name", ["lr", "lambd", "alpha", "weight_decay"])
 def test_b11_derivative_of_asgd_settings(name):
     assert_exact_setting(torch.optim.ASGD, name, ASGD_OPTIONS[name], steps=5, **ASGD_OPTIONS)
-
-
-def test_b11_asgd_meta_gradient_of_the_initial_weights():
-    assert_exact_unroll(
-        Net(), regression(), lambda params: torch.optim.ASGD(params, **ASGD_OPTIONS), steps=4
-    )
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -116,40 +89,14 @@ def test_b11_asgd_averages_the_weights_after_the_update(steps):
 # B12: maximize and decoupled weight decay
 
 
-MAXIMIZERS = [
-    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1}),
-    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.Adamax, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.Adagrad, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.Adadelta, {"lr": 0.1, "weight_decay": 0.1}),
-    (torch.optim.Adafactor, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.RMSprop, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.Rprop, {"lr": 0.01}),
-    (torch.optim.ASGD, {"lr": 0.01, "weight_decay": 0.1}),
-]
-
-
-@pytest.mark.parametrize(
-    ("optimizer_type", "options"), [pytest.param(t, o, id=t.__name__) for t, o in MAXIMIZERS]
-)
-def test_b12_maximize(optimizer_type, options):
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
+def test_b12_maximize(optimizer_type):
     def make(params):
-        return optimizer_type(params, maximize=True, **options)
+        return optimizer_type(params, maximize=True, lr=0.01, weight_decay=0.1)
 
     model, loss = Net(), regression()
     assert trained(model, make, loss, 5)[0] > loss(model)
     assert_exact_unroll(model, loss, make, steps=5)
-
-
-@pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam])
-def test_b12_decoupled_weight_decay(optimizer_type):
-    def make(params):
-        return optimizer_type(params, lr=0.05, weight_decay=0.4, decoupled_weight_decay=True)
-
-    assert_exact_unroll(Net(), regression(), make, steps=6)
 
 
 def test_b12_derivative_of_decoupled_weight_decay():
@@ -169,29 +116,19 @@ def forward_difference(f, x, eps=1e-5):
 
 ZEROS = [
     (torch.optim.SGD, "momentum", {"lr": 0.1}),
-    (torch.optim.SGD, "momentum", {"lr": 0.1, "weight_decay": 0.1}),
     (torch.optim.SGD, "weight_decay", {"lr": 0.1}),
     (torch.optim.SGD, "dampening", {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.Adam, "weight_decay", {"lr": 0.1}),
-    (torch.optim.AdamW, "weight_decay", {"lr": 0.1}),
-    (torch.optim.Adamax, "weight_decay", {"lr": 0.1}),
-    (torch.optim.NAdam, "weight_decay", {"lr": 0.1}),
     (torch.optim.NAdam, "momentum_decay", {"lr": 0.1}),
-    (torch.optim.RAdam, "weight_decay", {"lr": 0.1}),
-    (torch.optim.Adagrad, "weight_decay", {"lr": 0.1}),
     (torch.optim.Adagrad, "lr_decay", {"lr": 0.1}),
-    (torch.optim.Adadelta, "weight_decay", {"lr": 1.0}),
-    (torch.optim.Adafactor, "weight_decay", {"lr": 0.1}),
-    (torch.optim.RMSprop, "weight_decay", {"lr": 0.1}),
     (torch.optim.RMSprop, "momentum", {"lr": 0.1}),
-    (torch.optim.ASGD, "weight_decay", {"lr": 0.1}),
     (torch.optim.ASGD, "lambd", {"lr": 0.1}),
 ]
 
 
 @pytest.mark.parametrize(
     ("optimizer_type", "name", "options"),
-    [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}-{len(row[2])}") for row in ZEROS],
+    [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}") for row in ZEROS],
 )
 def test_b13_a_setting_that_starts_at_zero_has_its_derivative(optimizer_type, name, options):
     assert_exact_setting(optimizer_type, name, 0.0, difference=forward_difference, **options)
@@ -260,12 +197,7 @@ def test_b14_parameters_that_the_loss_does_not_use_do_not_move(track):
 # B15: tensors inside the optimizer
 
 
-TENSOR_RATES = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop,
-                torch.optim.Adagrad, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-                torch.optim.Adadelta, torch.optim.ASGD]  # fmt: skip
-
-
-@pytest.mark.parametrize("optimizer_type", TENSOR_RATES)
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("kind", ["leaf", "non_leaf"])
 def test_b15_a_tensor_learning_rate_inside_the_optimizer_has_its_gradient(optimizer_type, kind):
     model, loss = Net(), regression()
@@ -282,18 +214,6 @@ def test_b15_a_tensor_learning_rate_inside_the_optimizer_has_its_gradient(optimi
     assert relative_error(actual, central_difference(outcome, target.detach())) < 1e-6
     expected = trained(model, setting(optimizer_type, "lr", rate.item()), loss, 3)[1]
     assert relative_error(weights, expected) < 1e-12
-
-
-def test_b15_a_tensor_learning_rate_as_torch_itself_takes_it():
-    model, loss = Net(), regression()
-    rate = torch.tensor(0.1, requires_grad=True)
-    value, _ = unrolled(model, lambda params: torch.optim.Adam(params, lr=rate), loss, 3)
-    actual = torch.autograd.grad(value, rate)[0]
-    expected = central_difference(
-        lambda lr: trained(model, lambda p: torch.optim.Adam(p, lr=lr.item()), loss, 3)[0],
-        rate.detach(),
-    )
-    assert relative_error(actual, expected) < 1e-6
 
 
 def test_b15_tensor_betas_and_weight_decay_inside_the_optimizer_have_their_gradients():
@@ -322,24 +242,6 @@ def test_b15_tensor_betas_and_weight_decay_inside_the_optimizer_have_their_gradi
     )
 
 
-def test_b15_one_rate_per_group():
-    model, loss = Net(), regression()
-    rates = [torch.tensor(r, requires_grad=True) for r in (0.1, 0.2)]
-
-    def make(rates):
-        layers = (model.first, model.last)
-        return lambda _: torch.optim.SGD(
-            [{"params": m.parameters(), "lr": r} for m, r in zip(layers, rates, strict=True)]
-        )
-
-    value, _ = unrolled(model, make(rates), loss, 3)
-    actual = torch.stack(torch.autograd.grad(value, rates))
-    expected = central_difference(
-        lambda x: trained(model, make(x.tolist()), loss, 3)[0], torch.tensor([0.1, 0.2])
-    )
-    assert relative_error(actual, expected) < 1e-6
-
-
 # B16: complex parameters, and zero gradients
 
 
@@ -356,15 +258,7 @@ class Complex(nn.Module):
 
 COMPLEX = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-    (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
     (torch.optim.Adam, {"lr": 0.05, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.05}),
-    (torch.optim.Adamax, {"lr": 0.05}),
-    (torch.optim.NAdam, {"lr": 0.05}),
-    (torch.optim.RAdam, {"lr": 0.05}),
-    (torch.optim.Adagrad, {"lr": 0.05}),
-    (torch.optim.Adadelta, {"lr": 1.0}),
-    (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5}),
     (torch.optim.RMSprop, {"lr": 0.05, "centered": True}),
     (torch.optim.Rprop, {"lr": 0.05}),
     (torch.optim.ASGD, {"lr": 0.05, "lambd": 0.1}),
@@ -390,39 +284,26 @@ def test_b16_complex_parameters(optimizer_type, options):
     def loss(model):
         return (model(x) - y).abs().square().mean()
 
-    def weights_after(steps, start=None):
+    def make(params):
+        return optimizer_type(params, **options)
+
+    def outcome(start):
         plain = copy.deepcopy(model)
-        if start is not None:
-            parts = start.split([as_real(p).numel() for p in model.parameters()])
-            with torch.no_grad():
-                for p, part in zip(plain.parameters(), parts, strict=True):
-                    as_real(p).view(-1).copy_(part)
-        optimizer = optimizer_type(plain.parameters(), **options)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss(plain).backward()
-            optimizer.step()
-        return plain
+        parts = start.split([as_real(p).numel() for p in plain.parameters()])
+        with torch.no_grad():
+            for p, part in zip(plain.parameters(), parts, strict=True):
+                as_real(p).view(-1).copy_(part)
+        return trained(plain, make, loss, 4)[0]
 
-    optimizer = optimizer_type(model.parameters(), **options)
-    with il.innerloop_ctx(model, optimizer, copy_initial_weights=False) as (fmodel, diffopt):
-        for _ in range(4):
-            diffopt.step(loss(fmodel))
-    expected = real(weights_after(4).parameters())
-    assert relative_error(real(fmodel.parameters()), expected) < 1e-12
-
-    grads = torch.autograd.grad(loss(fmodel), list(model.parameters()))
-    differences = central_difference(
-        lambda start: loss(weights_after(4, start)), real(model.parameters()).detach()
-    )
+    value, weights = unrolled(model, make, loss, 4)
+    assert relative_error(weights, trained(model, make, loss, 4)[1]) < 1e-12
+    grads = torch.autograd.grad(value, list(model.parameters()))
+    differences = central_difference(outcome, real(model.parameters()).detach())
     assert relative_error(real(grads), differences) < 1e-6
 
 
 ZERO_GRADIENT = [
-    (torch.optim.RMSprop, {"lr": 0.05, "centered": True}),
     (torch.optim.RMSprop, {"lr": 0.05, "centered": True, "momentum": 0.5}),
-    (torch.optim.RMSprop, {"lr": 0.05}),
-    (torch.optim.Adam, {"lr": 0.05}),
     (torch.optim.Adam, {"lr": 0.05, "amsgrad": True}),
     (torch.optim.Adagrad, {"lr": 0.05}),
     (torch.optim.Adamax, {"lr": 0.05}),
@@ -555,41 +436,7 @@ def test_b17_create_diff_optim_with_a_single_tensor_as_a_group():
     assert torch.equal(torch.autograd.grad(new.sum(), y)[0], torch.full((2,), 0.5))
 
 
-def test_b17_create_diff_optim_refuses_an_unknown_class():
-    class Strange(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-    with pytest.raises(il.InnerLoopError, match="register_optim"):
-        il.create_diff_optim(Strange, params=[torch.zeros(1)])
-
-
 # B18: subclasses and the classes that were missing
-
-
-class RenamedAdam(torch.optim.Adam):
-    def __init__(self, params, rate):
-        super().__init__(params, lr=rate, betas=(0.7, 0.9))
-
-
-class OwnStep(torch.optim.Adam):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_b18_a_subclass_that_keeps_step_is_accepted():
-    assert_exact_unroll(Net(), regression(), lambda params: RenamedAdam(params, 0.1), steps=3)
-
-
-def test_b18_a_subclass_with_its_own_step_is_refused():
-    model = Net()
-    optimizer = OwnStep(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(il.InnerLoopError, match="register_optim"),
-        il.innerloop_ctx(model, optimizer),
-    ):
-        pass
-    assert not optimizer.state and optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
 class Matrices(nn.Module):
@@ -629,43 +476,7 @@ def test_b18_missing_optimizers_unroll_exactly(optimizer_type, options):
         assert_exact_unroll(Matrices(), regression(), make, steps=6)
 
 
-@pytest.mark.parametrize(
-    ("optimizer_type", "options"), [pytest.param(t, o, id=t.__name__) for t, o in MISSING[:4]]
-)
-@pytest.mark.parametrize("name", ["lr", "weight_decay"])
-def test_b18_missing_optimizers_have_exact_derivatives_of_settings(optimizer_type, options, name):
-    assert_exact_setting(optimizer_type, name, options[name], **options)
-
-
-@pytest.mark.parametrize("optimizer_type", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_b18_what_cannot_step_on_a_loss_is_refused_with_a_remedy(optimizer_type):
-    model, loss = Net(), regression()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = optimizer_type(list(model.parameters()), lr=0.1)
-    with (
-        pytest.raises(il.InnerLoopError, match=optimizer_type.__name__),
-        il.innerloop_ctx(model, optimizer) as (fmodel, diffopt),
-    ):
-        diffopt.step(loss(fmodel))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
 # B19: the optimizer as an optimizer
-
-
-def test_b19_zero_grad_changes_nothing():
-    model, loss = Net(), regression()
-    loss(model).backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    with il.innerloop_ctx(model, sgd(model.parameters())) as (fmodel, diffopt):
-        for _ in range(2):
-            diffopt.zero_grad()
-            value = loss(fmodel)
-            diffopt.zero_grad(set_to_none=True)
-            diffopt.step(value)
-    assert relative_error(flat(fmodel.parameters()), trained(model, sgd, loss, 2)[1]) < 1e-12
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
 
 
 SCHEDULES = [
@@ -713,12 +524,6 @@ def test_b19_torch_schedulers_drive_the_differentiable_optimizer(make_schedule, 
 STATEFUL = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.1}),
-    (torch.optim.Adamax, {"lr": 0.1}),
-    (torch.optim.NAdam, {"lr": 0.1}),
-    (torch.optim.RAdam, {"lr": 0.1}),
-    (torch.optim.Adagrad, {"lr": 0.1}),
-    (torch.optim.Adadelta, {"lr": 1.0}),
     (torch.optim.Adafactor, {"lr": 0.1}),
     (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
     (torch.optim.Rprop, {"lr": 0.1}),
@@ -847,95 +652,13 @@ def test_b19_a_registered_optimizer_goes_back_and_forth_too():
             diffopt.step(loss(fmodel))
     diffopt.write_to(optimizer)
     set_weights(model, flat(fmodel.parameters()))
-    plain_steps(model, optimizer, loss, 2)
+    plain_steps(model, optimizer, loss, 1)
+    with il.innerloop_ctx(model, optimizer) as (fmodel, diffopt):
+        diffopt.step(loss(fmodel))
+    set_weights(model, flat(fmodel.parameters()))
+    saved = diffopt.state_dict()
     with il.innerloop_ctx(model, Heavy(model.parameters(), 0.7)) as (fmodel, diffopt):
-        diffopt.load_state_dict(optimizer.state_dict())
+        diffopt.load_state_dict(saved)
         for _ in range(2):
             diffopt.step(loss(fmodel))
     assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
-
-
-def test_b19_add_param_group():
-    model, loss = Net(), regression()
-    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9)
-    fmodel = il.monkeypatch(model)
-    diffopt = il.get_diff_optim(optimizer, model.parameters(), fmodel=fmodel)
-    diffopt.step(loss(fmodel))
-    assert torch.equal(fmodel.last.weight, model.last.weight)
-    diffopt.add_param_group({"params": list(model.last.parameters()), "lr": 0.2})
-    diffopt.step(loss(fmodel))
-    diffopt.step(loss(fmodel))
-    assert [g["lr"] for g in diffopt.param_groups] == [0.1, 0.2]
-
-    plain_steps(model, optimizer, loss, 1)
-    optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.2})
-    plain_steps(model, optimizer, loss, 2)
-    assert relative_error(flat(fmodel.parameters()), flat(model.parameters())) < 1e-12
-
-
-def two_optimizers(model):
-    return (
-        torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.Adam(model.last.parameters(), lr=0.05),
-    )
-
-
-def both_steps(model, loss, steps, start=None):
-    plain = copy.deepcopy(model)
-    if start is not None:
-        set_weights(plain, start)
-    optimizers = two_optimizers(plain)
-    for _ in range(steps):
-        plain.zero_grad()
-        loss(plain).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return plain
-
-
-def test_b19_two_optimizers_share_one_loss_when_tracking():
-    model, loss = Net(), regression()
-    fmodel = il.monkeypatch(model, copy_initial_weights=False)
-    first, last = (
-        il.get_diff_optim(optimizer, model.parameters(), fmodel=fmodel)
-        for optimizer in two_optimizers(model)
-    )
-    for _ in range(3):
-        value = loss(fmodel)
-        first.step(value)
-        last.step(value)
-    expected = flat(both_steps(model, loss, 3).parameters())
-    assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
-    grads = torch.autograd.grad(loss(fmodel), list(model.parameters()))
-    differences = central_difference(
-        lambda start: loss(both_steps(model, loss, 3, start)), flat(model.parameters()).detach()
-    )
-    assert relative_error(flat(grads), differences) < 1e-6
-
-
-def test_b19_two_optimizers_share_one_loss_in_test_mode():
-    model, loss = Net(), regression()
-    fmodel = il.monkeypatch(model, track_higher_grads=False)
-    first, last = (
-        il.get_diff_optim(optimizer, model.parameters(), fmodel=fmodel, track_higher_grads=False)
-        for optimizer in two_optimizers(model)
-    )
-    for _ in range(3):
-        value = loss(fmodel)
-        first.step(value, retain_graph=True)
-        last.step(value)
-    expected = flat(both_steps(model, loss, 3).parameters())
-    assert relative_error(flat(fmodel.parameters()), expected) < 1e-12
-    assert all(p.is_leaf and p.requires_grad for p in fmodel.parameters())
-
-
-def test_b19_without_retain_graph_the_graph_is_freed_in_test_mode():
-    model, loss = Net(), regression()
-    with il.innerloop_ctx(model, sgd(model.parameters()), track_higher_grads=False) as (
-        fmodel,
-        diffopt,
-    ):
-        value = loss(fmodel)
-        diffopt.step(value)
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            value.backward()

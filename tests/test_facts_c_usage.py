@@ -40,17 +40,20 @@ def higher():
     sys.modules.update(kept)
 
 
-def sgd_by_hand(model, losses, lr, start=None):
-    """SGD unrolled in plain torch; `losses` take a callable, `lr` is one rate per step."""
-    names = list(dict(model.named_parameters()))
-    params = list(model.parameters()) if start is None else list(start)
+def sgd_by_hand(model, losses, rates):
+    """SGD unrolled in plain torch; `losses` take a callable, `rates` are one per step.
+
+    A tuple of rates has one for each parameter.
+    """
+    names, params = zip(*model.named_parameters(), strict=True)
 
     def call(x, params):
         return functional_call(model, dict(zip(names, params, strict=True)), (x,))
 
-    for loss, rate in zip(losses, lr, strict=True):
+    for loss, rate in zip(losses, rates, strict=True):
         grads = torch.autograd.grad(loss(lambda x, p=params: call(x, p)), params, create_graph=True)
-        params = [p - rate * g for p, g in zip(params, grads, strict=True)]
+        of_each = rate if isinstance(rate, tuple) else (rate,) * len(params)
+        params = [p - r * g for p, r, g in zip(params, of_each, grads, strict=True)]
     return params, lambda x: call(x, params)
 
 
@@ -158,22 +161,20 @@ def test_c_weights_of_examples_through_a_copy_of_the_model(higher):
     assert all(p.grad is None for p in net.parameters())
 
 
-# positional device and test mode
+# positional arguments
 
 
-def test_c_positional_device_and_test_mode(higher):
+def test_c_positional_arguments_and_test_mode(higher):
     net, loss = Net(), regression()
-    device = torch.device("cpu")
-    with higher.innerloop_ctx(net, sgd(net.parameters()), device, True, None, False) as (
+    with higher.innerloop_ctx(
+        net, sgd(net.parameters()), torch.device("cpu"), True, None, False
+    ) as (
         fnet,
         diffopt,
     ):
         for _ in range(3):
             diffopt.step(loss(fnet))
-        final = loss(fnet).detach()
-    expected_loss, expected_weights = trained(net, sgd, loss, 3)
-    assert relative_error(final, expected_loss) < 1e-12
-    assert relative_error(flat(fnet.parameters()), expected_weights) < 1e-12
+    assert relative_error(flat(fnet.parameters()), trained(net, sgd, loss, 3)[1]) < 1e-12
     assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
     assert all(p.grad is None for p in net.parameters())
     with pytest.raises(ValueError, match=r"(?i)track"):
@@ -212,19 +213,8 @@ def two_groups(net, **options):
 
 def rates_by_hand(net, loss, rates, steps):
     """Loss after SGD with one rate for each layer of `net`; `rates` is [steps, 2] or [2]."""
-    rates = rates.expand(steps, 2)
-    params = list(net.parameters())
-    names = list(dict(net.named_parameters()))
-
-    def value(params):
-        weights = dict(zip(names, params, strict=True))
-        return loss(lambda x: functional_call(net, weights, (x,)))
-
-    for first, last in rates:
-        grads = torch.autograd.grad(value(params), params, create_graph=True)
-        scale = (first, first, last, last)
-        params = [p - s * g for p, s, g in zip(params, scale, grads, strict=True)]
-    return value(params)
+    by_layer = [(first, first, last, last) for first, last in rates.expand(steps, 2)]
+    return loss(sgd_by_hand(net, [loss] * steps, by_layer)[1])
 
 
 def as_list(rates):
@@ -263,25 +253,10 @@ def test_c_override_as_list_or_bare_tensor(higher, kind, moment):
     assert [g["lr"] for g in optimizer.param_groups] == [9.0, 9.0]
 
 
-@pytest.mark.parametrize("kind", [as_list, as_bare_tensor])
-def test_c_override_of_length_one_holds_for_all_groups(higher, kind):
-    net, loss = Net(), regression()
-    rate = torch.tensor([0.2], requires_grad=True)
-    with higher.innerloop_ctx(net, two_groups(net, lr=9.0), override={"lr": kind(rate)}) as (
-        fnet,
-        diffopt,
-    ):
-        diffopt.step(loss(fnet))
-        diffopt.step(loss(fnet))
-        actual = torch.autograd.grad(loss(fnet), rate)[0]
-    expected = torch.autograd.grad(rates_by_hand(net, loss, rate.expand(2), 2), rate)[0]
-    assert relative_error(actual, expected) < 1e-12
-
-
 def test_c_override_per_step_persists_and_wins_over_the_one_at_construction(higher):
     net, loss = Net(), regression()
     early, late = (torch.tensor([r], requires_grad=True) for r in (0.1, 0.25))
-    with higher.innerloop_ctx(net, two_groups(net, lr=9.0), override={"lr": [early[0]]}) as (
+    with higher.innerloop_ctx(net, two_groups(net, lr=9.0), override={"lr": early}) as (
         fnet,
         diffopt,
     ):
@@ -292,19 +267,6 @@ def test_c_override_per_step_persists_and_wins_over_the_one_at_construction(high
     schedule = torch.stack([early.expand(2), late.expand(2), late.expand(2)])
     expected = torch.autograd.grad(rates_by_hand(net, loss, schedule, 3), [early, late])
     assert relative_error(flat(actual), flat(expected)) < 1e-12
-
-
-def test_c_override_with_a_rate_per_step(higher):
-    net, loss = Net(), regression()
-    rates = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with higher.innerloop_ctx(net, optimizer) as (fnet, diffopt):
-        for k in range(3):
-            diffopt.step(loss(fnet), override={"lr": [rates[k]]})
-        actual = torch.autograd.grad(loss(fnet), rates)[0]
-    _, adapted = sgd_by_hand(net, [loss] * 3, rates)
-    expected = torch.autograd.grad(loss(adapted), rates)[0]
-    assert relative_error(actual, expected) < 1e-12
 
 
 # one group per parameter with get_trainable_opt_params
@@ -499,29 +461,9 @@ def energy(x, y):
     return (torch.sin(y) * x).sum() + (y**2).sum()
 
 
-def test_c_bare_tensors(higher):
-    x = torch.randn(4, requires_grad=True)
-    y = torch.zeros(4, requires_grad=True)
-    inner_opt = higher.get_diff_optim(torch.optim.SGD([y], lr=0.1, momentum=0.5), [y])
-    for _ in range(5):
-        (y,) = inner_opt.step(energy(x, y), params=[y])
-    actual = torch.autograd.grad(y.square().sum(), x)[0]
-
-    def outcome(x):
-        y = torch.zeros(4, requires_grad=True)
-        optimizer = torch.optim.SGD([y], lr=0.1, momentum=0.5)
-        for _ in range(5):
-            optimizer.zero_grad()
-            energy(x, y).backward()
-            optimizer.step()
-        return y.detach().square().sum()
-
-    assert relative_error(y.square().sum(), outcome(x.detach())) < 1e-12
-    assert relative_error(actual, central_difference(outcome, x.detach())) < 1e-6
-
-
 @pytest.mark.parametrize("how", ["get_diff_optim", "create_diff_optim"])
-def test_c_bare_tensors_that_are_not_leaves(higher, how):
+def test_c_bare_tensors(higher, how):
+    """The first of them, tanh(start), is no leaf."""
     start = torch.randn(4, requires_grad=True)
     x = torch.randn(4)
     y = torch.tanh(start)
@@ -569,19 +511,6 @@ def partly_frozen():
     return net
 
 
-def clipped_by_torch(net, loss, limit, steps, start=None):
-    plain = copy.deepcopy(net)
-    if start is not None:
-        set_weights(plain, start)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(plain).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), limit)
-        optimizer.step()
-    return plain
-
-
 @pytest.mark.parametrize("moment", ["construction", "step"])
 def test_c_grad_callback_that_clips(higher, moment):
     net, loss, limit = partly_frozen(), regression(), 0.2
@@ -604,11 +533,7 @@ def test_c_grad_callback_that_clips(higher, moment):
         assert isinstance(grads, tuple)
         assert [g is None for g in grads] == [False, True, False, False]
 
-    # torch's clipping divides by the norm plus 1e-6.
-    expected = flat(clipped_by_torch(net, loss, limit, 3).parameters())
-    assert relative_error(flat(fnet.parameters()), expected) < 1e-5
     assert torch.equal(fnet.first.bias, net.first.bias)
-
     params, names = list(net.parameters()), list(dict(net.named_parameters()))
     for _ in range(3):
         weights = dict(zip(names, params, strict=True))
@@ -624,21 +549,24 @@ def test_c_grad_callback_that_clips(higher, moment):
     assert relative_error(flat(actual), flat(expected)) < 1e-12
 
 
-def test_c_grad_callback_sees_all_parameters_of_the_model(higher):
-    net, loss = Net(), regression()
-    seen = []
+def test_c_grad_callback_sees_partial_derivatives_of_all_parameters(higher):
+    """Also of those that the optimizer does not move, and not along the path through the others."""
+    net, loss, seen = Net(), regression(), []
 
     def halved(grads):
         seen.append(grads)
         return [g / 2 for g in grads]
 
     with higher.innerloop_ctx(net, sgd(net.last.parameters())) as (fnet, diffopt):
-        diffopt.step(loss(fnet), grad_callback=halved)
-    expected = torch.autograd.grad(loss(net), list(net.parameters()))
-    assert relative_error(flat(seen[0]), flat(expected)) < 1e-12
+        for _ in range(3):
+            weights = [p.detach().requires_grad_() for p in fnet.parameters()]
+            named = dict(zip(dict(net.named_parameters()), weights, strict=True))
+            value = loss(lambda x, named=named: functional_call(net, named, (x,)))
+            expected = torch.autograd.grad(value, weights)
+            diffopt.step(loss(fnet), grad_callback=halved)
+            assert relative_error(flat(seen[-1]), flat(expected)) < 1e-12
+            assert relative_error(fnet.last.weight, weights[2] - 0.05 * expected[2]) < 1e-12
     assert torch.equal(fnet.first.weight, net.first.weight)
-    moved = net.last.weight - 0.05 * expected[2]
-    assert relative_error(fnet.last.weight, moved) < 1e-12
 
 
 def test_c_grad_callback_of_the_step_wins(higher):
@@ -689,27 +617,6 @@ def test_c_parameters_of_any_time(higher):
     assert all(a is b for a, b in zip(fnet.init_fast_params, fnet.parameters(time=0), strict=True))
     assert all(a is b for a, b in zip(fnet.fast_params, fnet.parameters(), strict=True))
     assert all(a is b for a, b in zip(fnet.fast_params, fnet.parameters(time=-1), strict=True))
-
-
-def test_c_parameters_of_time_for_reptile(higher):
-    net, losses = Net(), [regression() for _ in range(3)]
-    start = flat(net.parameters()).detach().clone()
-    ends = [trained(net, sgd, loss, 4)[1] for loss in losses]
-    meta_opt = torch.optim.SGD(net.parameters(), lr=1.0)
-    meta_opt.zero_grad()
-    for loss in losses:
-        with higher.innerloop_ctx(net, sgd(net.parameters())) as (fnet, diffopt):
-            for _ in range(4):
-                diffopt.step(loss(fnet))
-            ends_of_task = zip(
-                net.parameters(), fnet.parameters(time=0), fnet.parameters(), strict=True
-            )
-            for p, first, last in ends_of_task:
-                gradient = (first - last).detach() / len(losses)
-                p.grad = gradient if p.grad is None else p.grad + gradient
-    meta_opt.step()
-    expected = start + torch.stack([end - start for end in ends]).mean(0)
-    assert relative_error(flat(net.parameters()), expected) < 1e-12
 
 
 def test_c_parameters_of_time_for_imaml(higher):
@@ -848,18 +755,6 @@ def test_c_register_optim_with_update(higher):
 
     assert relative_error(actual, central_difference(outcome, lr.detach())) < 1e-6
     assert torch.equal(fnet.last.bias, net.last.bias)
-
-    warm = make(net.parameters())
-    for _ in range(2):
-        warm.zero_grad()
-        loss(net).backward()
-        warm.step()
-    with higher.innerloop_ctx(net, warm, track_higher_grads=False) as (fnet, diffopt):
-        diffopt.step(loss(fnet))
-    warm.zero_grad()
-    loss(net).backward()
-    warm.step()
-    assert relative_error(flat(fnet.parameters()), flat(net.parameters())) < 1e-12
 
 
 # writing diffopt.param_groups[i][k], reading diffopt.state[g][i]
@@ -1038,26 +933,6 @@ def test_c_hugging_face_models(higher, make, attention, monkeypatch):
     assert relative_error(flat(first_order) @ direction, slope) > 1e-3, "second order is visible"
 
 
-# diffopt.zero_grad() as a harmless no-op
-
-
-def test_c_zero_grad_is_a_harmless_no_op(higher):
-    net, loss, query = Net(), regression(), regression()
-    inner_opt = sgd(net.parameters())
-    query(net).backward()
-    kept = [p.grad.clone() for p in net.parameters()]
-    with higher.innerloop_ctx(net, inner_opt, copy_initial_weights=False) as (fnet, diffopt):
-        for _ in range(3):
-            diffopt.zero_grad()
-            diffopt.step(loss(fnet))
-        diffopt.zero_grad()
-        actual = torch.autograd.grad(query(fnet), list(net.parameters()))
-    _, adapted = sgd_by_hand(net, [loss] * 3, [0.1] * 3)
-    expected = torch.autograd.grad(query(adapted), list(net.parameters()))
-    assert relative_error(flat(actual), flat(expected)) < 1e-12
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), kept, strict=True))
-
-
 # a loss that is NaN
 
 
@@ -1103,28 +978,6 @@ def test_c_unmoved_parameters_get_their_grad_on_the_patched_model(higher, track)
     assert relative_error(flat(p.grad for p in unmoved), flat(expected)) < 1e-12
 
 
-def test_c_a_callback_sees_partial_derivatives_of_unmoved_parameters(higher):
-    """Not the total ones, which follow the path through the parameters that have moved."""
-    net, loss = Net(), regression()
-    seen = []
-
-    def callback(grads):
-        seen.append(grads)
-        return grads
-
-    fnet = higher.monkeypatch(net)
-    diffopt = higher.get_diff_optim(
-        sgd(net.last.parameters()), net.parameters(), fmodel=fnet, grad_callback=callback
-    )
-    for _ in range(3):
-        weights = [p.detach().requires_grad_() for p in fnet.parameters()]
-        named = dict(zip(dict(net.named_parameters()), weights, strict=True))
-        value = loss(lambda x, named=named: functional_call(net, named, (x,)))
-        diffopt.step(loss(fnet))
-        expected = torch.autograd.grad(value, weights)
-        assert relative_error(flat(seen[-1]), flat(expected)) < 1e-12
-
-
 # test mode from the model's own weights
 
 
@@ -1149,10 +1002,10 @@ def test_c_test_mode_leaves_no_parameter_connected_to_the_model(higher):
         for _ in range(2):
             diffopt.step(fnet(x).square().mean())
             assert all(p.is_leaf and p.requires_grad for p in fnet.parameters())
+            assert all(p.is_leaf for p in diffopt.param_groups[0]["params"])
         (fnet(x).square().mean() + fnet.unused(x).square().mean()).backward()
     assert all(p.grad is None for p in net.parameters())
     assert all(p.grad is not None for p in fnet.parameters())
-    assert all(p.is_leaf for p in diffopt.param_groups[0]["params"])
 
 
 # the state, detached in place
@@ -1208,8 +1061,9 @@ def test_c_patching_in_place_edits_the_models_own_weights(higher):
 def test_c_learned_settings_go_back_in_their_own_type(higher):
     net = Net()
     inner_opt = torch.optim.SGD(net.parameters(), lr=1, momentum=0, weight_decay=0.5)
-    adam = torch.optim.Adam([{"params": [p]} for p in net.parameters()], betas=[0.9, 0.99])
-    for opt in (inner_opt, adam):
+    adam = torch.optim.Adam([{"params": [p]} for p in net.parameters()], betas=(0.9, 0.99))
+    rprop = torch.optim.Rprop(net.parameters(), etas=[0.5, 1.2])
+    for opt in (inner_opt, adam, rprop):
         before = [
             {key: value for key, value in group.items() if key != "params"}
             for group in opt.param_groups
@@ -1235,11 +1089,36 @@ def test_c_an_option_written_back_stays_a_boolean(higher, value):
 # an optimizer prepared by Accelerate
 
 
-def test_c_an_optimizer_of_accelerate(higher):
+class Accelerated(torch.optim.Optimizer):
+    """What Accelerate's wrapper is to us: an optimizer of its module with another one inside."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def by_accelerate(optimizer):
     accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("wrap", [Accelerated, by_accelerate])
+def test_c_an_optimizer_of_accelerate(higher, wrap):
     net, loss, query = Net(), regression(), regression()
     plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(plain)
+    wrapped = wrap(plain)
     assert type(wrapped) is not torch.optim.SGD
     values = []
     for inner_opt in (plain, wrapped):

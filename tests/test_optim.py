@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import InnerLoopError, functional, optim
-from innerloop.optim.blocks import unpacked
+from innerloop.optim.blocks import state_by_parameter
 from modules import python_calls
-from optimizers import FLAGS, ROWS, Row, build
+from optimizers import FLAGS, ONE_OF_EACH, ROWS, Row, build
 
 EXACT = 1e-12
 """Relative distance to torch's trajectory: some hundred roundings in float64, over 20 steps."""
@@ -31,9 +31,9 @@ MATRICES = [(3, 2), (3, 3), (2, 2), (2, 3), (2, 4)]
 each_row = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 fresh_or_warm = pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 ELEMENTWISE = [row for row in ROWS if row.elementwise]
-each_elementwise_row = pytest.mark.parametrize(
-    "row", ELEMENTWISE, ids=[row.name for row in ELEMENTWISE]
-)
+VARIANTS = [row for row in ELEMENTWISE if row in ONE_OF_EACH and not row.settings.get("maximize")]
+"""The sign of the gradient, which `maximize` turns, has nothing to do with the settings."""
+each_variant = pytest.mark.parametrize("row", ONE_OF_EACH, ids=[row.name for row in ONE_OF_EACH])
 
 
 # The problem: a smooth loss, not quadratic, that couples all parameters and changes each step. ----
@@ -281,7 +281,9 @@ class Unrolled:
         times = range(self.first, self.first + self.steps)
         params, state = rule_steps(self.rule, params, given, times, hyper)
         # ASGD's average acts on nothing; it is there to be used in place of the weights.
-        averages = [slots.get("ax") for slots in unpacked(self.rule.family, params, state)]
+        averages = [
+            slots.get("ax") for slots in state_by_parameter(self.rule.family, params, state)
+        ]
         result = self.given.loss(params, 11)
         if any(average is not None for average in averages):
             used = [p if a is None else a for p, a in zip(params, averages, strict=True)]
@@ -412,7 +414,7 @@ def dead(given: Problem) -> Problem:
     return given._replace(weight=weight, mix=mix)
 
 
-@each_row
+@each_variant
 @fresh_or_warm
 def test_derivatives_are_finite_where_a_gradient_is_zero(row: Row, warm: bool) -> None:
     unrolled = Unrolled(row, warm, dead(problem(row)))
@@ -421,7 +423,7 @@ def test_derivatives_are_finite_where_a_gradient_is_zero(row: Row, warm: bool) -
     assert gradient[: unrolled.weights].count_nonzero() > 0
 
 
-LEARNING_RATES = [row for row in ROWS if row.settings == {"lr": row.settings["lr"]}]
+LEARNING_RATES = [row for row in ONE_OF_EACH if row.settings == {"lr": row.settings["lr"]}]
 
 
 @pytest.mark.parametrize("row", LEARNING_RATES, ids=[row.name for row in LEARNING_RATES])
@@ -468,11 +470,6 @@ def _pieces(leaf: Tensor) -> list[Tensor]:
 
 
 WRITTEN = {
-    "one number for all": Written(
-        shape=lambda shapes: (),
-        acting=lambda leaf, group, param, time: leaf,
-        given=lambda leaf, time: [leaf],
-    ),
     "one per group": Written(
         shape=lambda shapes: (2,),
         acting=lambda leaf, group, param, time: leaf[group],
@@ -492,11 +489,6 @@ WRITTEN = {
         shape=lambda shapes: (sum(_sizes(shapes)),),
         acting=lambda leaf, group, param, time: _pieces(leaf)[param],
         given=lambda leaf, time: [_pieces(leaf)[:SPLIT], _pieces(leaf)[SPLIT:]],
-    ),
-    "one per step and group": Written(
-        shape=lambda shapes: (STEPS, 2),
-        acting=lambda leaf, group, param, time: leaf[time, group],
-        given=lambda leaf, time: list(leaf[time].unbind()),
     ),
     "per element, then per parameter": Written(
         shape=lambda shapes: (sum(_sizes(shapes)),),
@@ -559,11 +551,7 @@ def _one(parts: list[Tensor]) -> list[Any]:
     return [tuple(parts) if len(parts) > 1 else parts[0]]
 
 
-# The sign of the gradient, which `maximize` turns, has nothing to do with the settings.
-DESCENDING = [row for row in ELEMENTWISE if not row.settings.get("maximize")]
-
-
-@pytest.mark.parametrize("row", DESCENDING, ids=[row.name for row in DESCENDING])
+@pytest.mark.parametrize("row", VARIANTS, ids=[row.name for row in VARIANTS])
 @pytest.mark.parametrize("way", WRITTEN)
 def test_a_setting_may_be(row: Row, way: str) -> None:
     written, given = WRITTEN[way], problem(row)
@@ -593,7 +581,7 @@ def test_a_setting_may_be(row: Row, way: str) -> None:
         assert torch.allclose(slope, reference, rtol=1e-9, atol=1e-12)
 
 
-@each_elementwise_row
+@each_variant
 def test_numbers_given_again_change_nothing(row: Row) -> None:
     given = problem(row)
     rule = optim.from_torch(by_torch(row, given)[0])
@@ -624,13 +612,13 @@ def check_dtypes(row: Row, warm: bool, dtypes: list[torch.dtype], tolerance: flo
     torch_steps(optimizer, params, given, range(first, first + 10))
     assert [p.dtype for p in ours] == dtypes
     assert distance(ours, params) < tolerance
-    for slots, p in zip(unpacked(rule.family, ours, state), params, strict=True):
+    for slots, p in zip(state_by_parameter(rule.family, ours, state), params, strict=True):
         for name, value in optimizer.state.get(p, {}).items():
-            if slots and name not in rule.family.scalars and not row.one_group:
+            if slots and name not in rule.family.counters and not row.one_group:
                 assert (slots[name].shape, slots[name].dtype) == (value.shape, value.dtype)
 
 
-COMPLEX = [row for row in ROWS if row.takes_complex]
+COMPLEX = [row for row in ONE_OF_EACH if row.takes_complex]
 
 
 @pytest.mark.parametrize("row", COMPLEX, ids=[row.name for row in COMPLEX])
@@ -640,14 +628,14 @@ def test_complex_parameters_move_as_in_torch(row: Row, warm: bool) -> None:
     check_dtypes(row, warm, [c, c, c, c, r], EXACT)
 
 
-@each_row
+@each_variant
 def test_mixed_dtypes_move_as_in_torch(row: Row) -> None:
     # The loss couples all parameters, so the rounding of the single ones reaches every other.
     single, double = torch.float32, torch.float64
     check_dtypes(row, True, [single, double, double, single, double], 1e-5)
 
 
-@each_row
+@each_variant
 def test_bfloat16_moves_about_as_in_torch(row: Row) -> None:
     # With 8 binary digits a weight is rounded by up to 2^-9 in each of 10 steps, and torch rounds
     # intermediate results that are not rounded here.
@@ -702,7 +690,7 @@ def check_write(row: Row, dtypes: list[torch.dtype] | None = None) -> None:
     assert distance(params, expected) < EXACT
 
 
-@each_row
+@each_variant
 def test_torch_goes_on_from_a_written_state(row: Row) -> None:
     check_write(row)
 
@@ -712,7 +700,7 @@ def test_torch_goes_on_from_a_written_complex_state(row: Row) -> None:
     check_write(row, [torch.complex128] * 4 + [torch.float64])
 
 
-@each_row
+@each_variant
 def test_torch_goes_on_from_a_state_before_any_step(row: Row) -> None:
     given = problem(row)
     alone, expected = by_torch(row, given)
@@ -769,28 +757,29 @@ SUBCLASSES = """
 import torch
 from innerloop import InnerLoopError, optim
 
-class Plain({base}):
-    pass
+for base in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon):
+    class Plain(base):
+        pass
 
-class Own({base}):
-    def step(self, closure=None):
-        return super().step(closure)
+    class Own(base):
+        def step(self, closure=None):
+            return super().step(closure)
 
-for kind in (Plain, Own):
-    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    assert optim.from_torch(Plain(params)).family.name == base.__name__
     try:
-        print(kind.__name__, optim.from_torch(optimizer).family.name)
+        optim.from_torch(Own(params))
     except InnerLoopError as error:
-        print(kind.__name__, "register_optim" in str(error))
+        assert "register_optim" in str(error)
+    else:
+        raise AssertionError(base)
 """
 
 
-@pytest.mark.parametrize("base", ["SGD", "AdamW", "Muon"])
-def test_a_subclass_is_accepted_unless_it_has_its_own_step(base: str) -> None:
+def test_a_subclass_is_accepted_unless_it_has_its_own_step() -> None:
     # In a fresh process: the first instance of a class makes torch wrap the `step` of that class.
-    script = SUBCLASSES.format(base=f"torch.optim.{base}")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"Plain {base}", "Own True"], done.stderr
+    done = subprocess.run([sys.executable, "-c", SUBCLASSES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_class_of_torch_is_here() -> None:
@@ -836,7 +825,7 @@ def test_lbfgs_maximizes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every input.
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.ASGD, torch.optim.Muon])
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.Muon])
 def test_an_update_compiles_as_one_graph(kind: Any) -> None:
     params = [torch.randn(3, 2), torch.randn(2, 2), torch.randn(2, 4)]
     rule = optim.from_torch(kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}]))
@@ -905,6 +894,13 @@ def test_many_groups_cost_as_many_kernels_as_few(row: Row, learned: bool) -> Non
 # Errors. ----------------------------------------------------------------------------------------
 
 
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(InnerLoopError) as caught:
+        call()
+    assert all(part in str(caught.value) for part in ("Needed:", "Why:", "Write:"))
+    return str(caught.value)
+
+
 def adam_over(*shapes: tuple[int, ...]) -> tuple[optim.Rule, list[Tensor]]:
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     return optim.from_torch(torch.optim.Adam([{"params": [p]} for p in params])), params
@@ -929,83 +925,81 @@ WRONG_SETTINGS = {
 def test_a_wrong_setting_is_refused(case: str) -> None:
     hyper, message = WRONG_SETTINGS[case]
     rule, params = adam_over((3,), (2, 2))
-    with pytest.raises(InnerLoopError) as caught:
-        rule.update(params, params, rule.init(params), hyper)
-    for part in (message, "Needed:", "Why:", "Write:"):
-        assert part in str(caught.value)
+    assert message in raised(lambda: rule.update(params, params, rule.init(params), hyper))
 
 
-def raised(call: Callable[[], Any]) -> str:
-    with pytest.raises(InnerLoopError) as caught:
-        call()
-    assert all(part in str(caught.value) for part in ("Needed:", "Why:", "Write:"))
-    return str(caught.value)
+class Mine(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:
+        pass
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    rule, params = adam_over((3,))
-    grads = [params[0].detach().to_sparse()]
-    assert "sparse=False" in raised(lambda: rule.update(params, grads, rule.init(params)))
+ONES, MATRIX, COMPLEX_MATRIX = torch.ones(2), torch.ones(2, 2), torch.ones(2, 2) + 0j
+
+WRONG_PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "SparseAdam": (lambda: torch.optim.SparseAdam([ONES]), "torch.optim.Adam"),
+    "a class of one's own": (lambda: Mine([ONES], {}), "register_optim(Mine"),
+    "complex to Adafactor": (lambda: torch.optim.Adafactor([COMPLEX_MATRIX]), "complex"),
+    "complex to Muon": (lambda: torch.optim.Muon([COMPLEX_MATRIX]), "complex"),
+}
 
 
-def test_sparse_adam_is_refused() -> None:
-    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(2))])
-    assert "torch.optim.Adam" in raised(lambda: optim.from_torch(optimizer))
+@pytest.mark.parametrize("case", WRONG_PARAMETERS)
+def test_an_optimizer_without_a_rule_is_refused(case: str) -> None:
+    build_one, message = WRONG_PARAMETERS[case]
+    params = [COMPLEX_MATRIX]
+    assert message in raised(lambda: optim.from_torch(build_one()).init(params))
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
-    class Mine(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:
-            pass
-
-    optimizer = Mine([nn.Parameter(torch.ones(2))], {})
-    assert "register_optim(Mine" in raised(lambda: optim.from_torch(optimizer))
+def loss_and_gradients(params: Any) -> Any:
+    return params[0].sum(), params
 
 
-def test_another_number_of_parameters_is_refused() -> None:
+SEARCH = optim.from_torch(torch.optim.LBFGS([ONES], line_search_fn="strong_wolfe"))
+NAMED = {"a": ONES, "b": ONES}
+WRONG_UPDATES: dict[str, tuple[optim.Rule, Any, Any, dict[str, Any], str]] = {
+    "sparse": (optim.adam(), [ONES], [ONES.to_sparse()], {}, "sparse=False"),
+    "too few gradients": (optim.adam(), [ONES, ONES], [ONES], {}, "1 gradients"),
+    "other names": (optim.adam(), NAMED, {"a": ONES, "c": ONES}, {}, "other names"),
+    "a name less": (optim.adam(), NAMED, {"a": ONES}, {}, "other names"),
+    "a list for a mapping": (optim.adam(), NAMED, [ONES, ONES], {}, "other names"),
+    "another shape": (optim.adam(), NAMED, {"a": ONES, "b": torch.ones(3)}, {}, "(3,)"),
+    "a number": (optim.adam(), NAMED, {"a": ONES, "b": torch.ones(())}, {}, "()"),
+    "another state": (optim.adam(), [ONES], [ONES], {"state": optim.sgd().init([ONES])}, "init"),
+    "state of fewer": (optim.adam(), [ONES] * 2, [ONES] * 2, {"state": ()}, "rule.init"),
+    "no state": (optim.adam(), [ONES], [ONES], {"state": None}, "rule.init"),
+    "gradients alone": (optim.lbfgs(), [ONES], [ONES], {}, "evaluate="),
+    "line search": (SEARCH, [ONES], [ONES], {"evaluate": loss_and_gradients}, "search_fn=None"),
+    "eps": (optim.muon(), [MATRIX], [MATRIX], {"hyper": {"eps": [MATRIX]}}, "as a whole"),
+    "ns_coefficients": (
+        optim.muon(),
+        [MATRIX],
+        [MATRIX],
+        {"hyper": {"ns_coefficients": [(MATRIX,) * 3]}},
+        "as a whole",
+    ),
+    "beta2_decay": (
+        optim.adafactor(),
+        [MATRIX],
+        [MATRIX],
+        {"hyper": {"beta2_decay": [MATRIX]}},
+        "as a whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_UPDATES)
+def test_a_wrong_update_is_refused(case: str) -> None:
+    rule, params, grads, extra, message = WRONG_UPDATES[case]
+    given = {"state": rule.init(params)} | extra
+    assert message in raised(lambda: rule.update(params, grads, **given))
+
+
+def test_wrong_parameters_are_refused() -> None:
     rule, params = adam_over((3,), (2,))
     assert "3 parameters to a rule for 2" in raised(lambda: rule.init([*params, params[0]]))
-    state = rule.init(params)
-    assert "1 gradients" in raised(lambda: rule.update(params, params[:1], state))
-
-
-def test_lbfgs_without_a_loss_is_refused() -> None:
-    params = [torch.ones(2)]
-    rule = optim.lbfgs()
-    assert "evaluate=" in raised(lambda: rule.update(params, params, rule.init(params)))
-
-
-def test_lbfgs_with_line_search_is_refused() -> None:
-    params = [nn.Parameter(torch.ones(2))]
-    rule = optim.from_torch(torch.optim.LBFGS(params, line_search_fn="strong_wolfe"))
-    assert "line_search_fn=None" in raised(
-        lambda: rule.update(params, params, rule.init(params), evaluate=lambda p: (p[0].sum(), p))
-    )
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
-def test_complex_parameters_are_refused_where_torch_has_no_rule(kind: Any) -> None:
-    params = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex128))]
-    assert "complex" in raised(lambda: optim.from_torch(kind(params)).init(params))
-
-
-def test_muon_over_a_vector_is_refused() -> None:
+    assert "the shape (2,)" in raised(lambda: rule.init(params[::-1]))
+    assert "from_torch" in raised(lambda: rule.init({"a": params[0], "b": params[1]}))
     assert "matrices" in raised(lambda: optim.muon().init([torch.ones(3)]))
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [(optim.muon(), "eps"), (optim.muon(), "ns_coefficients"), (optim.adafactor(), "beta2_decay")],
-    ids=["eps", "ns_coefficients", "beta2_decay"],
-)
-def test_a_setting_of_the_whole_parameter_is_refused_per_element(
-    rule: optim.Rule, name: str
-) -> None:
-    params = [torch.ones(2, 2)]
-    value: Any = torch.ones(2, 2)
-    value = (value,) * 3 if name == "ns_coefficients" else value
-    state = rule.init(params)
-    assert "as a whole" in raised(lambda: rule.update(params, params, state, {name: [value]}))
 
 
 def test_a_state_per_element_cannot_be_written() -> None:
@@ -1027,31 +1021,6 @@ def test_gradients_are_matched_by_name():
     new, _ = rule.update(params, {"b": torch.ones(2), "a": torch.zeros(2)}, rule.init(params))
     assert new["a"].tolist() == [0, 0]
     assert new["b"].tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize(
-    "grads",
-    [
-        {"a": torch.zeros(2), "c": torch.zeros(2)},
-        {"a": torch.zeros(2)},
-        [torch.zeros(2), torch.zeros(2)],
-        {"a": torch.zeros(2), "b": torch.zeros(3)},
-        {"a": torch.zeros(2), "b": torch.zeros(())},
-    ],
-)
-def test_gradients_of_another_structure_are_refused(grads):
-    rule = optim.adam()
-    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    with pytest.raises(InnerLoopError, match=r"Needed: .*Why: .*Write: "):
-        rule.update(params, grads, rule.init(params))
-
-
-def test_a_state_of_other_parameters_is_refused():
-    rule = optim.adam()
-    params = [torch.zeros(2), torch.zeros(3)]
-    for state in ((), rule.init(params[:1]), None):
-        with pytest.raises(InnerLoopError, match=r"rule\.init"):
-            rule.update(params, params, state)
 
 
 def two_rates(model):
@@ -1087,21 +1056,12 @@ def test_a_rule_that_knows_names_finds_each_parameters_settings_and_state(warm):
         torch.testing.assert_close(params[name], param, rtol=1e-12, atol=0)
 
 
-def test_a_mapping_without_names_is_refused_where_order_matters():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
-    rule = optim.from_torch(two_rates(model))
-    with pytest.raises(InnerLoopError, match="from_torch"):
-        rule.init(dict(model.named_parameters()))
-    with pytest.raises(InnerLoopError, match="shape"):
-        rule.init([model[0].weight, model[2].weight, model[2].bias])
-
-
 def test_an_update_of_sgd_costs_few_calls() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     params = functional(model).params
     rule = optim.from_torch(torch.optim.SGD(model.parameters(), lr=0.1), params)
     state = rule.init(params)
     assert len(params) == 4
-    assert python_calls(lambda: rule.update(params, params, state)) <= 22
+    assert python_calls(lambda: rule.update(params, params, state)) <= 13
     lr = {"lr": torch.tensor(0.1)}
-    assert python_calls(lambda: rule.update(params, params, state, lr)) <= 45
+    assert python_calls(lambda: rule.update(params, params, state, lr)) <= 24

@@ -33,8 +33,7 @@ from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
 from innerloop.modules.tree import named_tensors, unwrapped
 from innerloop.optim import Rule, from_torch
-from innerloop.optim.blocks import plain_settings, write_settings
-from innerloop.optim.settings import merged
+from innerloop.optim.settings import merge_settings, plain_settings, write_settings
 from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
 from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
 from innerloop.step.state import Meta, State
@@ -291,7 +290,7 @@ class InnerLoop(nn.Module):
     ) -> list[dict[str, Any]]:
         """The learned settings of each group as numbers."""
         shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
-        groups = merged(rule.family, rule.groups, shapes, hyper)
+        groups = merge_settings(rule.family, rule.groups, shapes, hyper)
         plain = plain_settings(rule.family, groups)
         return [{name: group[name] for name in self.learned} for group in plain]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from innerloop.eager import refusals
 from innerloop.eager.optimizer import DifferentiableOptimizer, GradCallback, Override, as_list
-from innerloop.eager.rules import BY_CLASS, class_for, unwrapped_optimizer
+from innerloop.eager.rules import BY_CLASS, class_for, unwrap_optimizer
 from innerloop.modules.patched import patched, reference_params
 from innerloop.modules.tree import parameters_of, survey
 
@@ -121,7 +121,7 @@ def get_diff_optim(
     >>> z.detach()
     tensor([0., 0.])
     """
-    opt = unwrapped_optimizer(opt)
+    opt = unwrap_optimizer(opt)
     return class_for(type(opt))(
         opt,
         reference_params,
@@ -165,9 +165,8 @@ def create_diff_optim(
             torch.zeros_like(p).requires_grad_(p.requires_grad) for p in as_list(group["params"])
         ]
         stand_ins.append({**group, "params": shapes})
-    opt = opt_type(stand_ins, **(opt_kwargs or {}))
-    return class_for(opt_type)(
-        opt,
+    return get_diff_optim(
+        opt_type(stand_ins, **(opt_kwargs or {})),
         [p for group in stand_ins for p in group["params"]],
         fmodel=fmodel,
         device=device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from innerloop._numerics import full_precision
 from innerloop.eager import refusals
 from innerloop.guard import graph, second_order
 from innerloop.guard.arguments import check_loss, no_graph
+from innerloop.optim.refusals import unknown_setting
 from innerloop.optim.settings import per_group
 
 GradCallback = Callable[[Any], Any]
@@ -61,28 +62,21 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks: Any = OrderedDict()
         self._warned_capturable_if_run_uncaptured = True
         if override is not None:
-            self._apply_override(override)
-        self._start(other)
+            self._set(self._values_of_override(override))
+        params = [p for group in other.param_groups for p in group["params"]]
+        self._set_flat_state([copy_state(other.state.get(p), device) for p in params])
 
     # For subclasses to replace. -----------------------------------------------------------------
-
-    def _start(self, other: torch.optim.Optimizer) -> None:
-        """Copy the state of the optimizer this one continues."""
-        self.state: Any = [defaultdict(dict) for _ in self.param_groups]
-        for g, group in enumerate(other.param_groups):
-            for i, param in enumerate(group["params"]):
-                if param in other.state:
-                    self.state[g][i] = copy_state(other.state[param], self._device)
 
     def _update(self, grouped_grads: list[list[Tensor | None]], **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def _check_override(self, name: str, values: Sequence[Any]) -> None:
+    def _values(self, name: str, given: Any) -> list[Any]:
+        """The values of a setting in an override, one per group, or an error."""
         if name not in self.param_groups[0]:
-            raise refusals.unknown_setting(name, self.param_groups[0])
-
-    def _arity(self, name: str) -> int:
-        return 1
+            known = [key for key in self.param_groups[0] if key != "params"]
+            raise unknown_setting(type(self).__name__, name, known)
+        return per_group(name, given, len(self.param_groups))
 
     # A step. ------------------------------------------------------------------------------------
 
@@ -110,18 +104,15 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         check_loss(loss)
         if not loss.requires_grad:
             raise no_graph()
-        settings = None if override is None else self._checked(override)
+        settings = {} if override is None else self._values_of_override(override)
         callback = self._grad_callback if grad_callback is None else grad_callback
-        if callback is None:
-            own = [p for positions in self._group_to_param_list for p in positions]
-            grads = self._gradients(loss, weights, own, retain_graph, given=params is not None)
-        else:
-            every = range(len(weights))
-            grads = self._gradients(loss, weights, every, retain_graph, given=params is not None)
+        own = [p for positions in self._group_to_param_list for p in positions]
+        wanted = own if callback is None else range(len(weights))
+        grads = self._gradients(loss, weights, wanted, retain_graph, given=params is not None)
+        if callback is not None:
             grads = _from_callback(callback(tuple(grads)), len(weights))
-        if settings is not None:
-            self._set(settings)
-        new = self._updated(weights, grads, loss.device)
+        self._set(settings)
+        new = self._apply_update(weights, grads, loss.device)
         if self._fmodel is not None:
             self._fmodel.update_params(new)
         for hook in self._optimizer_step_post_hooks.values():
@@ -155,7 +146,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         if not wanted:
             return grads
         create = self._track_higher_grads and not self._first_order
-        cuts = self._cut_below(weights) if given or self._has_unmoved(weights, wanted) else ()
+        cuts = _cut_below(weights) if given or self._has_unmoved(weights, wanted) else ()
         try:
             found = torch.autograd.grad(
                 loss, [weights[p] for p in wanted], None, retain_graph, create, allow_unused=True
@@ -163,44 +154,21 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         finally:
             for cut in cuts:
                 cut.remove()
-        depends = False
+        if all([grad is None for grad in found]) and not graph.reaches(loss, weights):
+            raise refusals.loss_of_other_weights()
         for p, grad in zip(wanted, found, strict=True):
             grads[p] = grad
-            depends = depends or grad is not None
-        if not depends and not graph.reaches(loss, weights):
-            raise refusals.loss_of_other_weights()
         if create:
             second_order.guard(loss, found, weights, self._name_of)
         return grads
 
     def _has_unmoved(self, weights: list[Tensor], wanted: list[int]) -> bool:
-        """Whether the last update of the patched model left a wanted weight as it was.
+        """Tests whether the last update of the patched model left a wanted weight as it was.
 
         Other weights then depend on it through that update.
         """
-        history = self._fmodel._fast_params if self._track_higher_grads else None
-        if not history or len(history) < 2:
-            return False
-        before = history[-2]
-        return bool([p for p in wanted if before[p] is weights[p]])
-
-    def _cut_below(self, weights: list[Tensor]) -> list[Any]:
-        """Stop gradients at the weights: an inner gradient is a *partial* derivative.
-
-        Hooks of a node run after the gradients of its outputs were captured.
-        """
-        outputs: dict[Any, set[int]] = {}
-        for weight in weights:
-            if weight.grad_fn is not None:
-                outputs.setdefault(weight.grad_fn, set()).add(weight.output_nr)
-        return [
-            node.register_prehook(
-                lambda grads, numbers=numbers: tuple(
-                    None if i in numbers else grad for i, grad in enumerate(grads)
-                )
-            )
-            for node, numbers in outputs.items()
-        ]
+        history = self._fmodel._fast_params if self._track_higher_grads else ()
+        return len(history) > 1 and any([history[-2][p] is weights[p] for p in wanted])
 
     def _name_of(self, position: int) -> str:
         if self._fmodel is None or self._fmodel.fast_params is None:
@@ -209,7 +177,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         names = (name for name, p in self._fmodel.named_parameters() if p is weight)
         return next(names, f"parameter {position}")
 
-    def _updated(
+    def _apply_update(
         self,
         weights: list[Tensor],
         grads: Sequence[Tensor | None],
@@ -217,7 +185,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
     ) -> list[Tensor]:
         """The weights after ``_update``, which finds its parameters in the groups."""
         grouped = []
-        for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+        for group, positions in self._groups():
             group["params"] = [weights[p] for p in positions]
             grouped.append([grads[p] for p in positions])
         track = self._track_higher_grads
@@ -227,29 +195,26 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             with torch.set_grad_enabled(track), full_precision(device):
                 self._update(grouped)
         new = list(weights)
-        for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+        for group, positions in self._groups():
             for p, param in zip(positions, group["params"], strict=True):
                 new[p] = param
         if not track:
             new = [_leaf(n, w) for n, w in zip(new, weights, strict=True)]
-            for group, positions in zip(self.param_groups, self._group_to_param_list, strict=True):
+            for group, positions in self._groups():
                 group["params"] = [new[p] for p in positions]
         return new
 
+    def _groups(self) -> Iterator[tuple[dict[str, Any], list[int]]]:
+        """Each group with the positions of its parameters in the model."""
+        return zip(self.param_groups, self._group_to_param_list, strict=True)
+
     # Settings. ----------------------------------------------------------------------------------
 
-    def _apply_override(self, override: Override) -> None:
-        self._set(self._checked(override))
-
-    def _checked(self, override: Override) -> dict[str, list[Any]]:
+    def _values_of_override(self, override: Override) -> dict[str, list[Any]]:
         """One value per group for each setting in an override, or an error."""
         if not isinstance(override, Mapping):
             raise refusals.override_not_a_dictionary(override)
-        checked = {}
-        for name, given in override.items():
-            checked[name] = per_group(name, given, len(self.param_groups), self._arity(name))
-            self._check_override(name, checked[name])
-        return checked
+        return {name: self._values(name, given) for name, given in override.items()}
 
     def _set(self, settings: Mapping[str, Sequence[Any]]) -> None:
         for name, values in settings.items():
@@ -280,14 +245,10 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         numbering, groups = 0, []
         for group in self.param_groups:
             count = len(group["params"])
-            plain = {k: _tree.map(_detached, v) for k, v in group.items() if k != "params"}
+            plain = {k: copy_of(v) for k, v in group.items() if k != "params"}
             groups.append({**plain, "params": list(range(numbering, numbering + count))})
             numbering += count
-        state = {
-            n: _tree.map(_detached, dict(slots))
-            for n, slots in enumerate(self._flat_state())
-            if slots
-        }
+        state = {n: copy_state(slots) for n, slots in enumerate(self._flat_state()) if slots}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -299,7 +260,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != given:
-            raise refusals.state_of_other_groups(given, sizes)
+            raise refusals.other_groups("loaded the state of", given, sizes)
         flat: list[Any] = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for name, value in saved.items():
@@ -310,16 +271,16 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
 
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this optimizer's state and settings into an ordinary one over the same parameters."""
-        self._check_sizes(optimizer)
+        self._check_shapes(optimizer)
         optimizer.load_state_dict(self.state_dict())
 
-    def _check_sizes(self, optimizer: torch.optim.Optimizer) -> None:
-        theirs = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
-        ours = [[p.shape for p in group["params"]] for group in self.param_groups]
+    def _check_shapes(self, optimizer: torch.optim.Optimizer) -> None:
+        theirs, ours = (
+            [[p.shape for p in group["params"]] for group in groups]
+            for groups in (optimizer.param_groups, self.param_groups)
+        )
         if theirs != ours:
-            raise refusals.target_with_other_parameters(
-                [len(group) for group in theirs], [len(group) for group in ours]
-            )
+            raise refusals.other_groups("wrote to", list(map(len, theirs)), list(map(len, ours)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An independent copy at the same point, cut off from earlier steps; so is its model."""
@@ -330,7 +291,7 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         copied._group_to_param_list = [list(p) for p in self._group_to_param_list]
-        copied._set_flat_state([copy_state(slots, None) for slots in self._flat_state()])
+        copied._set_flat_state([copy_state(slots) for slots in self._flat_state()])
         copied._fmodel = copy.deepcopy(self._fmodel, memo)
         return copied
 
@@ -341,26 +302,42 @@ class DifferentiableOptimizer(torch.optim.Optimizer):
             for i in range(len(group["params"]))
         ]
 
-    def _set_flat_state(self, flat: Sequence[Any]) -> None:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        self.state = grouped_state(flat, sizes)
+    def _set_flat_state(self, flat: Iterable[Any]) -> None:
+        """Sets the state: for each group a dictionary by position in it."""
+        rest = iter(flat)
+        self.state: Any = []
+        for group in self.param_groups:
+            slots = {i: next(rest) for i in range(len(group["params"]))}
+            self.state.append(defaultdict(dict, {i: s for i, s in slots.items() if s}))
 
 
-def grouped_state(flat: Iterable[Any], sizes: Sequence[int]) -> list[Any]:
-    """For each group a dictionary by position in it, of each parameter's state."""
-    rest = iter(flat)
-    state = []
-    for size in sizes:
-        slots = {i: next(rest) for i in range(size)}
-        state.append(defaultdict(dict, {i: s for i, s in slots.items() if s}))
-    return state
+def _cut_below(weights: list[Tensor]) -> list[Any]:
+    """Stop gradients at the weights: an inner gradient is a *partial* derivative.
+
+    Hooks of a node run after the gradients of its outputs were captured.
+    """
+    outputs: dict[Any, set[int]] = defaultdict(set)
+    for weight in weights:
+        if weight.grad_fn is not None:
+            outputs[weight.grad_fn].add(weight.output_nr)
+    return [
+        node.register_prehook(
+            lambda grads, numbers=numbers: tuple(
+                None if i in numbers else grad for i, grad in enumerate(grads)
+            )
+        )
+        for node, numbers in outputs.items()
+    ]
 
 
-def copy_state(state: Any, device: Any) -> Any:
-    """A copy of one parameter's state without a graph."""
-    return _tree.map(
-        lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, dict(state or {})
-    )
+def copy_of(value: Any, device: Any = None) -> Any:
+    """A setting or a state without a graph, its tensors copied."""
+    return _tree.map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, value)
+
+
+def copy_state(state: Any, device: Any = None) -> Any:
+    """A copy of one parameter's state without a graph; ``{}`` for none."""
+    return copy_of(dict(state or {}), device)
 
 
 def as_list(params: Any) -> list[Tensor]:
@@ -377,8 +354,8 @@ def _positions(params: Iterable[Tensor], index: Mapping[int, int], group: int) -
     return found
 
 
-def _from_callback(grads: Any, count: int) -> tuple[Tensor | None, ...]:
-    given = tuple(grads) if isinstance(grads, Iterable) else None
+def _from_callback(grads: Any, count: int) -> list[Tensor | None]:
+    given = list(grads) if isinstance(grads, Iterable) else None
     if given is None or len(given) != count:
         raise refusals.wrong_number_of_gradients(None if given is None else len(given), count)
     return given
@@ -412,7 +389,3 @@ def _own_setting(value: Any) -> Any:
     if isinstance(value, Tensor) and not value.requires_grad:
         return value.clone()
     return value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,68 +1,57 @@
-"""Errors of the eager interface: one function for each refusal, which returns the error."""
+"""Errors of the eager interface."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import InnerLoopError, RequirementError, four_part, refusal
 
 
 def no_params_to_create_from() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You gave neither params nor fmodel.",
-            "one of them.",
-            "the optimizer needs to know what it will update.",
-            "create_diff_optim(torch.optim.SGD, {'lr': 0.1}, fmodel=fmodel).",
-        )
+    return refusal(
+        "You gave neither params nor fmodel.",
+        "one of them.",
+        "the optimizer needs to know what it will update.",
+        "create_diff_optim(torch.optim.SGD, {'lr': 0.1}, fmodel=fmodel).",
     )
 
 
 def not_a_differentiable_optimizer(given: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You registered {given!r}.",
-            "a subclass of innerloop.DifferentiableOptimizer.",
-            "its step, override and state handling are needed.",
-            "class Mine(DifferentiableOptimizer): def _update(self, grouped_grads): ...",
-        )
+    return refusal(
+        f"You registered {given!r}.",
+        "a subclass of innerloop.DifferentiableOptimizer.",
+        "its step, override and state handling are needed.",
+        "class Mine(DifferentiableOptimizer): def _update(self, grouped_grads): ...",
     )
 
 
 def parameter_of_another_model(param: Tensor, group: int, position: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"Parameter {position} of group {group} of the optimizer, of shape "
-            f"{tuple(param.shape)}, is not a parameter of the model.",
-            "an optimizer over parameters of that model.",
-            "its updates would reach nothing.",
-            "opt = torch.optim.SGD(model.parameters(), ...) with the model given here.",
-        )
+    return refusal(
+        f"Parameter {position} of group {group} of the optimizer, of shape {tuple(param.shape)}, "
+        "is not a parameter of the model.",
+        "an optimizer over parameters of that model.",
+        "its updates would reach nothing.",
+        "opt = torch.optim.SGD(model.parameters(), ...) with the model given here.",
     )
 
 
 def parameter_in_two_groups() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You added a group with a parameter that is in a group already.",
-            "each parameter in one group.",
-            "it would be updated twice in a step.",
-            "add_param_group({'params': other_parameters}).",
-        )
+    return refusal(
+        "You added a group with a parameter that is in a group already.",
+        "each parameter in one group.",
+        "it would be updated twice in a step.",
+        "add_param_group({'params': other_parameters}).",
     )
 
 
 def loss_evaluated_again(family: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You made a differentiable {family} for step(loss).",
-            "a loss that can be evaluated again at other weights.",
-            f"{family} evaluates it several times in one step.",
-            "innerloop.optim.lbfgs() and rule.update(..., evaluate=loss_and_gradients).",
-        )
+    return refusal(
+        f"You made a differentiable {family} for step(loss).",
+        "a loss that can be evaluated again at other weights.",
+        f"{family} evaluates it several times in one step.",
+        "innerloop.optim.lbfgs() and rule.update(..., evaluate=loss_and_gradients).",
     )
 
 
@@ -70,24 +59,20 @@ def loss_evaluated_again(family: str) -> InnerLoopError:
 
 
 def step_without_params() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You called step(loss) without params.",
-            "the present parameters.",
-            "this optimizer has no patched model to take them from.",
-            "params = diffopt.step(loss, params=params).",
-        )
+    return refusal(
+        "You called step(loss) without params.",
+        "the present parameters.",
+        "this optimizer has no patched model to take them from.",
+        "params = diffopt.step(loss, params=params).",
     )
 
 
 def wrong_number_of_params(found: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {found} parameters to step.",
-            f"{needed}, as when the optimizer was made.",
-            "they are matched by position.",
-            "all parameters, in the order of reference_params.",
-        )
+    return refusal(
+        f"You gave {found} parameters to step.",
+        f"{needed}, as when the optimizer was made.",
+        "they are matched by position.",
+        "all parameters, in the order of reference_params.",
     )
 
 
@@ -104,85 +89,39 @@ def loss_of_other_weights() -> RequirementError:
 
 
 def wrong_number_of_gradients(found: int | None, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The grad_callback returned {'nothing' if found is None else found}.",
-            f"{needed} gradients, or None in the place of one.",
-            "they are matched to the model's parameters by position.",
-            "return [g if g is None else g.clamp(-1, 1) for g in grads].",
-        )
+    return refusal(
+        f"The grad_callback returned {'nothing' if found is None else found}.",
+        f"{needed} gradients, or None in the place of one.",
+        "they are matched to the model's parameters by position.",
+        "return [g if g is None else g.clamp(-1, 1) for g in grads].",
     )
-
-
-# Settings. --------------------------------------------------------------------------------------
 
 
 def override_not_a_dictionary(override: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave a {type(override).__name__} as override.",
-            "a dictionary of settings.",
-            "each value belongs to a setting.",
-            "override={'lr': [torch.tensor(0.1, requires_grad=True)]}.",
-        )
-    )
-
-
-def unknown_setting(name: str, group: Mapping[str, Any]) -> InnerLoopError:
-    known = ", ".join(key for key in group if key != "params")
-    return InnerLoopError(
-        four_part(
-            f"You gave a value for {name!r}.",
-            f"a setting of the optimizer: {known}.",
-            "it has no setting of that name, so the value would have no effect.",
-            "one of these names.",
-        )
-    )
-
-
-def value_of_another_structure(name: str, value: Any, present: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {value!r} for {name!r}, which is {present!r} in the optimizer.",
-            "a value of the same structure.",
-            "torch.optim keeps one such value per parameter group.",
-            f"{{{name!r}: [value]}} with one value per group.",
-        )
+    return refusal(
+        f"You gave a {type(override).__name__} as override.",
+        "a dictionary of settings.",
+        "each value belongs to a setting.",
+        "override={'lr': [torch.tensor(0.1, requires_grad=True)]}.",
     )
 
 
 # State. -----------------------------------------------------------------------------------------
 
 
-def state_of_other_groups(found: Sequence[int], needed: Sequence[int]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave the state of an optimizer with groups of {found} parameters.",
-            f"groups of {needed} parameters.",
-            "state is matched to parameters by position.",
-            "the state_dict of an optimizer built over the same groups.",
-        )
-    )
-
-
-def target_with_other_parameters(found: Iterable[int], needed: Iterable[int]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote to an optimizer with groups of {found} parameters, of other numbers or "
-            "shapes.",
-            f"an optimizer built over the same groups, of {needed}.",
-            "state is matched to parameters by position.",
-            "diffopt.write_to(optimizer), with the optimizer it was made from.",
-        )
+def other_groups(what: str, found: list[int], needed: list[int]) -> InnerLoopError:
+    return refusal(
+        f"You {what} an optimizer with groups of {found} parameters, of other numbers or shapes.",
+        f"groups of {needed} parameters.",
+        "state is matched to parameters by position.",
+        "an optimizer over the same groups as the one that the differentiable one was made from.",
     )
 
 
 def target_of_another_kind(family: str, target: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote the state of {family} to {type(target).__name__}.",
-            f"an optimizer of the kind of torch.optim.{family}.",
-            "each kind has a state and settings of its own.",
-            "diffopt.write_to(optimizer), with the optimizer it was made from.",
-        )
+    return refusal(
+        f"You wrote the state of {family} to {type(target).__name__}.",
+        f"an optimizer of the kind of torch.optim.{family}.",
+        "each kind has a state and settings of its own.",
+        "diffopt.write_to(optimizer), with the optimizer it was made from.",
     )

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop import optim
+from innerloop import _tree, optim
 from innerloop.eager import refusals
-from innerloop.eager.optimizer import DifferentiableOptimizer, copy_state, grouped_state
-from innerloop.optim.blocks import (
-    OptState,
-    plain_settings,
-    unpacked,
-    write_settings,
-    write_state,
-)
-from innerloop.optim.convert import family_of
+from innerloop.eager.optimizer import DifferentiableOptimizer
+from innerloop.optim.blocks import OptState, state_by_parameter
+from innerloop.optim.convert import family_of, known_base, write_state
 from innerloop.optim.family import Family
 from innerloop.optim.rule import Rule, step
-from innerloop.optim.settings import check_name, check_value
+from innerloop.optim.settings import (
+    check_name,
+    check_value,
+    per_group,
+    plain_settings,
+    write_settings,
+)
 
 
 class RuleOptimizer(DifferentiableOptimizer):
@@ -33,17 +31,8 @@ class RuleOptimizer(DifferentiableOptimizer):
     """
 
     family: Family
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._packed: OptState | None = None
-        self._open: list[Any] | None = None
-        super().__init__(*args, **kwargs)
-
-    def _start(self, other: torch.optim.Optimizer) -> None:
-        if self.family.layout == "whole":
-            raise refusals.loss_evaluated_again(self.family.name)
-        flat = [other.state.get(p) for group in other.param_groups for p in group["params"]]
-        self._set_flat_state([copy_state(slots, self._device) for slots in flat])
+    _packed: OptState | None = None
+    _open: list[Any] | None = None
 
     @property
     def state(self) -> list[Any]:  # type: ignore[override]
@@ -51,12 +40,9 @@ class RuleOptimizer(DifferentiableOptimizer):
         if self._open is None:
             assert self._packed is not None
             params = [p for group in self.param_groups for p in group["params"]]
-            flat = [
-                {name: _independent(value) for name, value in slots.items()}
-                for slots in unpacked(self.family, params, self._packed)
-            ]
-            self._open = grouped_state(flat, [len(group["params"]) for group in self.param_groups])
-            self._packed = None
+            flat = state_by_parameter(self.family, params, self._packed)
+            self._set_flat_state([_tree.map(_independent, slots) for slots in flat])
+        assert self._open is not None
         return self._open
 
     @state.setter
@@ -81,18 +67,17 @@ class RuleOptimizer(DifferentiableOptimizer):
             group["params"] = new[start : start + size]
             start += size
 
-    def _check_override(self, name: str, values: Sequence[Any]) -> None:
+    def _values(self, name: str, given: Any) -> list[Any]:
         check_name(self.family, name)
+        values = per_group(name, given, len(self.param_groups), self.family.settings[name])
         for group, value in zip(self.param_groups, values, strict=True):
             check_value(self.family, name, value, [p.shape for p in group["params"]])
-
-    def _arity(self, name: str) -> int:
-        return self.family.settings.get(name, 1)
+        return values
 
     def write_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Put state and settings into an ordinary optimizer, as numbers where it has numbers."""
-        optimizer = unwrapped_optimizer(optimizer)
-        self._check_sizes(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
+        self._check_shapes(optimizer)
         if class_for(type(optimizer)) is not type(self):
             raise refusals.target_of_another_kind(self.family.name, optimizer)
         settings = plain_settings(self.family, self.param_groups)
@@ -112,22 +97,22 @@ def _class_of(family: Family) -> type[RuleOptimizer]:
 
 
 BY_CLASS: dict[type[torch.optim.Optimizer], type[DifferentiableOptimizer]] = {
-    kind: _class_of(family) for kind, family in optim.FAMILIES.items()
+    kind: _class_of(family)
+    for kind, family in optim.FAMILIES.items()
+    if family.layout != "whole"  # which evaluates the loss at other weights
 }
 """The differentiable optimizer of each ``torch.optim`` class; ``register_optim`` adds to it."""
 
 
 def class_for(kind: type[torch.optim.Optimizer]) -> type[DifferentiableOptimizer]:
     """The differentiable class for an optimizer class, or for the one whose step it inherits."""
-    if kind in BY_CLASS:
-        return BY_CLASS[kind]
-    for base in kind.__mro__:
-        if base in BY_CLASS and inspect.unwrap(kind.step) is inspect.unwrap(base.step):
-            return BY_CLASS[base]
-    return BY_CLASS[family_of(kind, optim.FAMILIES).torch_class]
+    base = kind if kind in BY_CLASS else known_base(kind, BY_CLASS)
+    if base is None:
+        raise refusals.loss_evaluated_again(family_of(kind, optim.FAMILIES).name)
+    return BY_CLASS[base]
 
 
-def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside Accelerate's wrapper, which adds gradient accumulation and scaling."""
     # By name: Accelerate need not be installed.
     while any(base.__module__ == "accelerate.optimizer" for base in type(optimizer).__mro__):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.eager import refusals
 from innerloop.eager.optimizer import Override
-from innerloop.eager.rules import class_for, unwrapped_optimizer
+from innerloop.eager.rules import class_for, unwrap_optimizer
 from innerloop.errors import InnerLoopError
 from innerloop.optim import FAMILIES
 from innerloop.optim.convert import family_of
-from innerloop.optim.settings import per_group
+from innerloop.optim.refusals import unknown_setting
+from innerloop.optim.settings import per_group, plain_value, write_settings
 
 
 def get_trainable_opt_params(
@@ -28,7 +28,7 @@ def get_trainable_opt_params(
     >>> get_trainable_opt_params(opt)["lr"]
     [tensor(0.1000, requires_grad=True)]
     """
-    opt = unwrapped_optimizer(opt)
+    opt = unwrap_optimizer(opt)
     params = [p for group in opt.param_groups for p in group["params"]]
     dtype = torch.get_default_dtype()
     if any(p.dtype in (torch.float64, torch.complex128) for p in params):
@@ -77,45 +77,26 @@ def apply_trainable_opt_params(opt: torch.optim.Optimizer, override: Override) -
     >>> opt.param_groups[0]["lr"]
     0.5
     """
-    opt = unwrapped_optimizer(opt)
-    checked = {}
+    opt = unwrap_optimizer(opt)
+    settings: list[dict[str, Any]] = [{} for _ in opt.param_groups]
     for name, given in override.items():
         for group in opt.param_groups:
             if name not in group:
-                raise refusals.unknown_setting(name, group)
-        arity = 2 if isinstance(opt.param_groups[0][name], list | tuple) else 1
-        values = per_group(name, given, len(opt.param_groups), arity)
-        checked[name] = [
-            _converted(name, value, group[name])
-            for value, group in zip(values, opt.param_groups, strict=True)
-        ]
-    for name, values in checked.items():
-        for group, value in zip(opt.param_groups, values, strict=True):
-            if isinstance(group[name], Tensor):
-                with torch.no_grad():
-                    group[name].copy_(value)
-            else:
-                group[name] = value
+                known = [key for key in group if key != "params"]
+                raise unknown_setting(type(opt).__name__, name, known)
+        present = [group[name] for group in opt.param_groups]
+        arity = len(present[0]) if isinstance(present[0], list | tuple) else 1
+        values = per_group(name, given, len(present), arity)
+        for found, value, old in zip(settings, values, present, strict=True):
+            found[name] = _in_type_of(old, plain_value(name, value, arity))
+    write_settings(opt, settings)
 
 
-def _converted(name: str, value: Any, present: Any) -> Any:
-    """A learned value in the structure and type of the present one."""
+def _in_type_of(present: Any, value: Any) -> Any:
     if isinstance(present, list | tuple):
-        several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
-        if several and len(value) == len(present):
-            pairs = zip(value, present, strict=True)
-            return type(present)(_converted(name, v, p) for v, p in pairs)
-    elif isinstance(present, Tensor):
-        if isinstance(value, Tensor | float | int):
-            value = torch.as_tensor(value).detach()
-            if value.numel() == present.numel():
-                return value.reshape(present.shape)
-    elif isinstance(value, Tensor):
-        if value.numel() == 1:
-            return as_type_of(present, value.item())
-    elif not isinstance(value, list | tuple):
-        return as_type_of(present, value)
-    raise refusals.value_of_another_structure(name, value, present)
+        pairs = zip(present, value, strict=True)
+        return type(present)(as_type_of(old, number) for old, number in pairs)
+    return as_type_of(present, value)
 
 
 def as_type_of(present: Any, number: Any) -> Any:

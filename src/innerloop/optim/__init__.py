@@ -9,58 +9,33 @@ from collections.abc import Mapping
 
 import torch
 
-from innerloop.optim.adadelta import ADADELTA
 from innerloop.optim.adadelta import adadelta as adadelta
-from innerloop.optim.adafactor import ADAFACTOR
 from innerloop.optim.adafactor import adafactor as adafactor
-from innerloop.optim.adagrad import ADAGRAD
 from innerloop.optim.adagrad import adagrad as adagrad
-from innerloop.optim.adam import ADAM, ADAMW
 from innerloop.optim.adam import adam as adam
 from innerloop.optim.adam import adamw as adamw
-from innerloop.optim.adamax import ADAMAX
 from innerloop.optim.adamax import adamax as adamax
-from innerloop.optim.asgd import ASGD
 from innerloop.optim.asgd import asgd as asgd
 from innerloop.optim.blocks import Block as Block
 from innerloop.optim.blocks import OptState as OptState
-from innerloop.optim.convert import family_of, read
+from innerloop.optim.convert import family_of, names_of, read_state
 from innerloop.optim.family import Elsewhere as Elsewhere
 from innerloop.optim.family import Family
-from innerloop.optim.lbfgs import LBFGS
 from innerloop.optim.lbfgs import lbfgs as lbfgs
-from innerloop.optim.muon import MUON
 from innerloop.optim.muon import muon as muon
-from innerloop.optim.nadam import NADAM
 from innerloop.optim.nadam import nadam as nadam
-from innerloop.optim.radam import RADAM
 from innerloop.optim.radam import radam as radam
-from innerloop.optim.rmsprop import RMSPROP
 from innerloop.optim.rmsprop import rmsprop as rmsprop
-from innerloop.optim.rprop import RPROP
 from innerloop.optim.rprop import rprop as rprop
 from innerloop.optim.rule import Rule as Rule
-from innerloop.optim.sgd import SGD
 from innerloop.optim.sgd import sgd as sgd
 
+_RULES = (
+    *(sgd(), adam(), adamw(), adamax(), nadam(), radam(), adagrad(), adadelta(), rmsprop()),
+    *(rprop(), asgd(), adafactor(), muon(), lbfgs()),
+)
 FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
-    family.torch_class: family
-    for family in (
-        SGD,
-        ADAM,
-        ADAMW,
-        ADAMAX,
-        NADAM,
-        RADAM,
-        ADAGRAD,
-        ADADELTA,
-        RMSPROP,
-        RPROP,
-        ASGD,
-        ADAFACTOR,
-        MUON,
-        LBFGS,
-    )
+    rule.family.torch_class: rule.family for rule in _RULES
 }
 
 
@@ -85,4 +60,16 @@ def from_torch(
     >>> rule.names
     ('bias',)
     """
-    return read(optimizer, family_of(type(optimizer), FAMILIES), params)
+    family = family_of(type(optimizer), FAMILIES)
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return Rule(
+        family,
+        tuple(
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ),
+        sizes=tuple(len(group["params"]) for group in optimizer.param_groups),
+        warm=tuple(read_state(family, optimizer.state.get(p, {})) for p in own),
+        shapes=tuple(p.shape for p in own),
+        names=None if params is None else names_of(own, params),
+    )

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "square_avg": torch.zeros_like(params),
-        "acc_delta": torch.zeros_like(params),
-    }
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     rho, eps = e(h["rho"]), e(h["eps"])
-    grads = decayed(packed, ascent(packed))
+    params, grads = regularize(packed)
     square = average(slots["square_avg"], grads * grads, rho)
     delta = safe_sqrt(slots["acc_delta"] + eps) / safe_sqrt(square + eps) * grads
     new = {
@@ -41,14 +23,14 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         "square_avg": square,
         "acc_delta": average(slots["acc_delta"], delta * delta, rho),
     }
-    return add_scaled(packed.params, delta, e(-h["lr"])), new
+    return add_scaled(params, delta, e(-h["lr"])), new
 
 
 ADADELTA = Family(
     torch_class=torch.optim.Adadelta,
     settings={"lr": 1, "rho": 1, "eps": 1, "weight_decay": 1},
     options={"maximize": False},
-    fresh=_fresh,
+    buffers=("square_avg", "acc_delta"),
     update=_update,
 )
 
@@ -77,5 +59,4 @@ def adadelta(
     >>> params
     [tensor([0.0513, 1.0000])]
     """
-    group = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-    return Rule(ADADELTA, (group,))
+    return Rule(ADADELTA, (locals(),))

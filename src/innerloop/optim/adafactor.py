@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from innerloop._numerics import safe_norm
 from innerloop.optim.family import (
     Family,
+    Group,
     Packed,
     Slots,
     Value,
@@ -19,14 +19,14 @@ from innerloop.optim.family import (
     average,
     count,
     larger,
-    shrunk,
+    shrink,
     smaller,
-    whole,
 )
 from innerloop.optim.rule import Rule
+from innerloop.optim.settings import scalar_setting
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+def _start(params: Tensor, group: Group) -> Slots:
     if params.dim() < 2:
         return {"step": count(), "variance": torch.zeros_like(params)}
     return {
@@ -68,12 +68,12 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     if eps1 is None:
         eps1 = torch.finfo(packed.params.dtype).eps
     step = packed.slots["step"] + 1
-    keep = 1 - step ** whole(packed, "beta2_decay")
+    keep = 1 - step ** scalar_setting(packed, "beta2_decay")
     estimate, moments = _second_moment(packed.slots, grads, keep, eps1)
     direction = grads * larger(estimate, eps1 * eps1).rsqrt()
     clipped = direction / _clipping(direction, h["d"])
     rate = larger(_root_mean_square(packed.params), eps2) * smaller(step**-0.5, h["lr"])
-    return add_scaled(shrunk(packed), clipped, -rate), {"step": step, **moments}
+    return add_scaled(shrink(packed), clipped, -rate), {"step": step, **moments}
 
 
 ADAFACTOR = Family(
@@ -81,7 +81,7 @@ ADAFACTOR = Family(
     optional=frozenset({"eps"}),
     settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
     options={"maximize": False},
-    fresh=_fresh,
+    start=_start,
     update=_update,
     layout="tensor",
     real_only=True,
@@ -118,12 +118,4 @@ def adafactor(
     >>> params
     [tensor([[0.9000, 1.0000]])]
     """
-    group = {
-        "lr": lr,
-        "beta2_decay": beta2_decay,
-        "eps": eps,
-        "d": d,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(ADAFACTOR, (group,))
+    return Rule(ADAFACTOR, (locals(),))

@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    count,
-    decayed,
-    initially,
-    once_started,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, regularize, start_from
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {"step": count(), "sum": torch.zeros_like(params)}
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
-    grads = decayed(packed, ascent(packed))
-    total = initially(packed, h["initial_accumulator_value"], "sum") + grads * grads
+    params, grads = regularize(packed)
+    total = start_from(packed, h["initial_accumulator_value"], "sum") + grads * grads
     rate = h["lr"] / (1 + slots["step"] * h["lr_decay"])
     scaled = grads / (safe_sqrt(total) + e(h["eps"]))
-    return add_scaled(packed.params, scaled, e(-rate)), {"step": slots["step"] + 1, "sum": total}
+    return add_scaled(params, scaled, e(-rate)), {"step": slots["step"] + 1, "sum": total}
 
 
 ADAGRAD = Family(
     torch_class=torch.optim.Adagrad,
-    settings={
-        "lr": 1,
-        "lr_decay": 1,
-        "weight_decay": 1,
-        "initial_accumulator_value": 1,
-        "eps": 1,
-    },
+    settings=dict.fromkeys(
+        ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), 1
+    ),
     options={"maximize": False},
-    fresh=_fresh,
-    write=once_started,
+    buffers=("sum",),
     update=_update,
 )
 
@@ -78,12 +58,4 @@ def adagrad(
     >>> params
     [tensor([0.9000, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "lr_decay": lr_decay,
-        "weight_decay": weight_decay,
-        "initial_accumulator_value": initial_accumulator_value,
-        "eps": eps,
-        "maximize": maximize,
-    }
-    return Rule(ADAGRAD, (group,))
+    return Rule(ADAGRAD, (locals(),))

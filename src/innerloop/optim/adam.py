@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-    root_of,
-    shrunk,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    slots = {
-        "step": count(),
-        "exp_avg": torch.zeros_like(params),
-        "exp_avg_sq": torch.zeros_like(params),
-    }
-    if group.get("amsgrad", False):
-        slots["max_exp_avg_sq"] = torch.zeros_like(params)
-    return slots
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
-    params, grads = packed.params, ascent(packed)
-    if packed.options["decoupled_weight_decay"]:
-        params = shrunk(packed)
-    else:
-        grads = decayed(packed, grads)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     first = average(slots["exp_avg"], grads, e(beta1))
     second = average(slots["exp_avg_sq"], grads * grads, e(beta2))
     new = {"step": step, "exp_avg": first, "exp_avg_sq": second}
     if packed.options["amsgrad"]:
         new["max_exp_avg_sq"] = second = torch.maximum(slots["max_exp_avg_sq"], second)
-    scale = 1 / root_of(1 - beta2**step)
+    scale = 1 / (1 - beta2**step).sqrt()
     denominator = safe_sqrt(second) * e(scale) + e(h["eps"])
     return add_scaled(params, first / denominator, e(-h["lr"] / (1 - beta1**step))), new
 
@@ -58,15 +32,14 @@ ADAM = Family(
     torch_class=torch.optim.Adam,
     settings={"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1},
     options={"amsgrad": False, "maximize": False, "decoupled_weight_decay": False},
-    fresh=_fresh,
+    buffers=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    only_with={"max_exp_avg_sq": "amsgrad"},
     update=_update,
 )
-ADAMW = Family(
+ADAMW = replace(
+    ADAM,
     torch_class=torch.optim.AdamW,
-    settings=ADAM.settings,
     options={**ADAM.options, "decoupled_weight_decay": True},
-    fresh=_fresh,
-    update=_update,
 )
 
 
@@ -98,16 +71,7 @@ def adam(
     >>> params
     [tensor([0.9000, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "decoupled_weight_decay": decoupled_weight_decay,
-    }
-    return Rule(ADAM, (group,))
+    return Rule(ADAM, (locals(),))
 
 
 def adamw(
@@ -127,6 +91,4 @@ def adamw(
     >>> params
     [tensor([0.9500])]
     """
-    return adam(
-        lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True
-    )
+    return Rule(ADAMW, (locals(),))

@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "exp_avg": torch.zeros_like(params),
-        "exp_inf": torch.zeros_like(params),
-    }
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
-    grads = decayed(packed, ascent(packed))
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     first = average(slots["exp_avg"], grads, e(beta1))
     largest = torch.maximum(e(beta2) * slots["exp_inf"], grads.abs() + e(h["eps"]))
     rate = h["lr"] / (1 - beta1**step)
     new = {"step": step, "exp_avg": first, "exp_inf": largest}
-    return add_scaled(packed.params, first / largest, e(-rate)), new
+    return add_scaled(params, first / largest, e(-rate)), new
 
 
 ADAMAX = Family(
     torch_class=torch.optim.Adamax,
     settings={"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1},
     options={"maximize": False},
-    fresh=_fresh,
+    buffers=("exp_avg", "exp_inf"),
     update=_update,
 )
 
@@ -74,11 +56,4 @@ def adamax(
     >>> params
     [tensor([0.9000, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(ADAMAX, (group,))
+    return Rule(ADAMAX, (locals(),))

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-    once_started,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "eta": count(),
-        "mu": count() + 1,
-        "ax": torch.zeros_like(params),
-    }
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     lr, lambd = h["lr"], h["lambd"]
-    grads = decayed(packed, ascent(packed))
+    params, grads = regularize(packed)
     eta = torch.where(slots["step"] == 0, lr, slots["eta"])
-    params = add_scaled(packed.params * e(1 - lambd * eta), grads, e(-eta))
+    params = add_scaled(params * e(1 - lambd * eta), grads, e(-eta))
     step = slots["step"] + 1
     new = {
         "step": step,
@@ -51,9 +31,8 @@ ASGD = Family(
     torch_class=torch.optim.ASGD,
     settings={"lr": 1, "lambd": 1, "alpha": 1, "t0": 1, "weight_decay": 1},
     options={"maximize": False},
-    scalars=frozenset({"step", "eta", "mu"}),
-    fresh=_fresh,
-    write=once_started,
+    buffers=("ax",),
+    counters={"step": 0.0, "eta": 0.0, "mu": 1.0},
     update=_update,
 )
 
@@ -87,12 +66,4 @@ def asgd(
     >>> params
     [tensor([0.8000])]
     """
-    group = {
-        "lr": lr,
-        "lambd": lambd,
-        "alpha": alpha,
-        "t0": t0,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(ASGD, (group,))
+    return Rule(ASGD, (locals(),))

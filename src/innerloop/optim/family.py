@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from innerloop.errors import InnerLoopError, four_part
 
 Value = float | Tensor
 Slots = dict[str, Any]
@@ -43,86 +41,104 @@ class Packed:
     spread: Callable[[Any], Any]
     """Takes one value per parameter to one per element; anything else it leaves as it is."""
     evaluate: Elsewhere | None = None
-    """The loss and its gradient at other weights, for rules that ask for them (LBFGS)."""
+    """The loss and its gradient at other weights, packed alike, for LBFGS."""
 
 
-Update = Callable[[Packed], tuple[Tensor, Slots]]
-UpdateEach = Callable[
-    [list[Tensor], list[Tensor], Mapping[str, Any], Mapping[str, Any]], list[Tensor] | None
-]
-
-
-def _no_slots(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {}
-
-
-def _same(slots: Slots) -> Slots:
+def _identity(slots: Slots) -> Slots:
     return slots
+
+
+def _drop_before_start(slots: Slots) -> Slots:
+    """The state to write into torch, which keeps none before the first step."""
+    return {} if "step" in slots and not bool((slots["step"] > 0).any()) else slots
 
 
 @dataclass(frozen=True)
 class Family:
-    """A pure rule and the ``torch.optim`` class it reproduces.
-
-    ``settings`` maps each continuous setting to its number of components (2 for ``betas``);
-    ``options`` maps each discrete one to its default. ``fresh`` makes the state of one parameter
-    before its first step, given the parameter as a real tensor and its group. ``read`` and
-    ``write`` translate the state of one parameter from and to torch's dictionary.
-    """
+    """A pure rule and the ``torch.optim`` class it reproduces."""
 
     torch_class: type[torch.optim.Optimizer]
     settings: Mapping[str, int]
-    update: Update
+    """Each continuous setting with its number of components (2 for ``betas``)."""
+    update: Callable[[Packed], tuple[Tensor, Slots]]
     options: Mapping[str, Any] = field(default_factory=dict)
-    fresh: Callable[[Tensor, Mapping[str, Any]], Slots] = _no_slots
-    read: Callable[[Slots], Slots] = _same
-    write: Callable[[Slots], Slots] = _same
+    """Each discrete setting with its default."""
+    buffers: tuple[str, ...] = ()
+    """Slots with the shape of the parameter, zero before the first step."""
+    counters: Mapping[str, float] = field(default_factory=lambda: {"step": 0.0})
+    """Slots with one value for a parameter, and what they start from. Settings per element make
+    them hold one per element."""
+    only_with: Mapping[str, str] = field(default_factory=dict)
+    """Slots that exist only where a setting or an option is on, with its name."""
+    start: Callable[[Tensor, Group], Slots] | None = None
+    """The state before the first step, where it is another one, of a real parameter and group."""
+    read: Callable[[Slots], Slots] = _identity
+    """The slots of a parameter out of its state in torch; ``write`` is the inverse."""
+    write: Callable[[Slots], Slots] = _drop_before_start
     layout: str = "elementwise"
     """``"elementwise"`` packs parameters together, ``"tensor"`` takes them one by one because
     their shapes matter, ``"whole"`` needs all of them at once."""
-    scalars: frozenset[str] = frozenset({"step"})
-    """Slots that hold one value for a whole parameter; all others have its shape. Settings per
-    element make them hold one per element."""
     real_only: bool = False
     optional: frozenset[str] = frozenset()
     """Settings that may be ``None``."""
-    update_each: UpdateEach | None = None
-    """An update that keeps no state and has so few operations that it costs less tensor by tensor
-    than packed; it gives ``None`` where the settings or the parameters do not allow it."""
-    linear: bool = False
-    """Whether, settings aside, an update is linear in weights, gradients and state."""
+    update_each: (
+        Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[Group]], list[Tensor] | None]
+        | None
+    ) = None
+    """An update without a state, cheaper tensor by tensor than packed, given the settings of each
+    parameter; ``None`` where the settings ask for a state."""
 
     @property
     def name(self) -> str:
         return self.torch_class.__name__
 
+    def fresh(self, param: Tensor, group: Mapping[str, Any]) -> Slots:
+        """The state of one parameter, given as a real tensor, before its first step."""
+        if self.start is not None:
+            return self.start(param, dict(group))
+        slots = {name: count(value) for name, value in self.counters.items()}
+        slots |= {name: torch.zeros_like(param) for name in self.buffers}
+        off_slots = [slot for slot, name in self.only_with.items() if off(group.get(name, 0))]
+        return {name: slot for name, slot in slots.items() if name not in off_slots}
 
-def count() -> Tensor:
-    """A step counter at 0. It is a tensor in double precision, on the CPU as torch keeps its own.
+
+def count(start: float = 0.0) -> Tensor:
+    """A counter of steps. It is a tensor in double precision, on the CPU as torch keeps its own.
 
     A tensor, so that a compiled step serves every value of it; double, because ``1 - beta ** t``
     loses all its digits in single precision when beta is near 1.
     """
-    return torch.zeros((), dtype=torch.float64)
+    return torch.full((), start, dtype=torch.float64)
 
 
 def off(value: Any) -> bool:
-    """Whether a setting is the number 0, so that its term can be left out.
+    """Tests whether a setting is the number 0, so that its term can be left out.
 
     A tensor is never off, whatever its value: a setting that starts at 0 must get its gradient.
     """
     return not isinstance(value, Tensor) and value == 0
 
 
-def decayed(packed: Packed, grads: Tensor) -> Tensor:
-    """``g + weight_decay * p``: the penalty as part of the gradient."""
+def regularize(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Parameters and gradients after ``maximize`` and weight decay: ``p, g + weight_decay * p``.
+
+    With ``decoupled_weight_decay``, ``(1 - lr * weight_decay) * p, g``.
+    """
+    grads = ascent(packed)
+    if packed.options.get("decoupled_weight_decay"):
+        return shrink(packed), grads
     decay = packed.hyper["weight_decay"]
-    if off(decay):
-        return grads
-    return add_scaled(grads, packed.params, packed.spread(decay))
+    if not off(decay):
+        grads = add_scaled(grads, packed.params, packed.spread(decay))
+    return packed.params, grads
 
 
-def shrunk(packed: Packed) -> Tensor:
+def ascent(packed: Packed) -> Tensor:
+    """The gradient, with its sign turned under ``maximize``."""
+    return -packed.grads if packed.options["maximize"] else packed.grads
+
+
+def shrink(packed: Packed) -> Tensor:
     """``(1 - lr * weight_decay) * p``: the decay decoupled from the gradient."""
     decay = packed.hyper["weight_decay"]
     if off(decay):
@@ -130,7 +146,7 @@ def shrunk(packed: Packed) -> Tensor:
     return packed.params * packed.spread(1 - packed.hyper["lr"] * decay)
 
 
-def initially(packed: Packed, setting: Value, slot: str) -> Tensor:
+def start_from(packed: Packed, setting: Value, slot: str) -> Tensor:
     """The setting before a parameter's first step, its slot from then on.
 
     A setting that only acts at the start enters here and not in ``fresh``: the state is made
@@ -141,30 +157,9 @@ def initially(packed: Packed, setting: Value, slot: str) -> Tensor:
     )
 
 
-def once_started(slots: Slots) -> Slots:
-    """The state to write into torch: nothing before the first step."""
-    return slots if bool((slots["step"] > 0).any()) else {}
-
-
 def root_of(correction: Value) -> Value:
     """The root of a bias correction, which is 0 only where beta is 1."""
     return correction.sqrt() if isinstance(correction, Tensor) else correction**0.5
-
-
-def whole(packed: Packed, name: str) -> Any:
-    """A setting that acts on a parameter as a whole, refused where it is given per element."""
-    value = packed.hyper[name]
-    for part in value if isinstance(value, tuple) else (value,):
-        if isinstance(part, Tensor) and part.dim() > 0:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {name!r} a value for each element of a parameter.",
-                    "one value for each parameter or group.",
-                    f"{name!r} acts on a parameter as a whole.",
-                    f"{{{name!r}: [torch.tensor(...)]}} with one value.",
-                )
-            )
-    return value
 
 
 def larger(tensor: Tensor, bound: Value) -> Tensor:
@@ -186,11 +181,6 @@ def add_scaled(base: Tensor, other: Tensor, scale: Value) -> Tensor:
     if isinstance(scale, Tensor):
         return base + scale * other
     return torch.add(base, other, alpha=scale)
-
-
-def ascent(packed: Packed) -> Tensor:
-    """The gradient, with its sign turned under ``maximize``."""
-    return -packed.grads if packed.options["maximize"] else packed.grads
 
 
 def average(old: Tensor, new: Tensor, keep: Value) -> Tensor:

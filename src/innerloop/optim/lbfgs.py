@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family, Packed, Slots
+from innerloop.optim import refusals
+from innerloop.optim.family import Family, Group, Packed, Slots
 from innerloop.optim.rule import Rule
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+def _start(params: Tensor, group: Group) -> Slots:
     """One state for all parameters, in torch's own names; torch keeps it with the first one."""
-    return {
-        "func_evals": 0,
-        "n_iter": 0,
-        "d": None,
-        "t": None,
-        "old_dirs": [],
-        "old_stps": [],
-        "ro": [],
-        "H_diag": 1.0,
-        "prev_flat_grad": None,
-        "prev_loss": None,
-    }
+    return {"func_evals": 0, "n_iter": 0, "old_dirs": [], "old_stps": [], "ro": [], "H_diag": 1.0}
 
 
 def _read(state: Slots) -> Slots:
     return {name: value for name, value in state.items() if name != "al"}
 
 
-def _write(slots: Slots) -> Slots:
-    if slots["n_iter"] == 0:
-        return {"func_evals": slots["func_evals"], "n_iter": 0}
-    return slots
-
-
-def _remembered(slots: Slots, grads: Tensor, size: int) -> Slots:
+def _append_last_pair(slots: Slots, grads: Tensor, size: int) -> Slots:
     """The history with the pair of the last iteration, where the curvature along it is positive."""
     change = grads - slots["prev_flat_grad"]
     moved = slots["d"] * slots["t"]
@@ -70,7 +52,7 @@ def _direction(slots: Slots, grads: Tensor) -> Tensor:
     return result
 
 
-def _most(tensor: Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max())
 
 
@@ -87,12 +69,12 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     loss = sign * float(here.detach())
     evals = 1
     slots = {**packed.slots, "func_evals": packed.slots["func_evals"] + 1}
-    if _most(grads) <= options["tolerance_grad"]:
+    if _largest(grads) <= options["tolerance_grad"]:
         return packed.params, slots
     for iteration in range(1, options["max_iter"] + 1):
         first = slots["n_iter"] == 0
         if not first:
-            slots = _remembered(slots, grads, options["history_size"])
+            slots = _append_last_pair(slots, grads, options["history_size"])
         direction = _direction(slots, grads)
         rate = torch.clamp(1 / grads.abs().sum(), max=1.0) * lr if first else lr
         before = loss
@@ -114,8 +96,8 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         slots["func_evals"] += 1
         if (
             evals >= most_evals
-            or _most(grads) <= options["tolerance_grad"]
-            or _most(direction * rate) <= options["tolerance_change"]
+            or _largest(grads) <= options["tolerance_grad"]
+            or _largest(direction * rate) <= options["tolerance_change"]
             or abs(loss - before) < options["tolerance_change"]
         ):
             break
@@ -124,26 +106,9 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
 
 def _evaluation(packed: Packed) -> Any:
     if packed.options["line_search_fn"] is not None:
-        raise InnerLoopError(
-            four_part(
-                f"You asked LBFGS for line_search_fn={packed.options['line_search_fn']!r}.",
-                "line_search_fn=None.",
-                "the search picks its rate by a sequence of comparisons, which has no derivative.",
-                "torch.optim.LBFGS(..., lr=0.1, line_search_fn=None) with a rate that suits the "
-                "problem, or learn it: rule.update(..., hyper={'lr': lr}, evaluate=...).",
-            )
-        )
+        raise refusals.line_search(packed.options["line_search_fn"])
     if packed.evaluate is None:
-        raise InnerLoopError(
-            four_part(
-                "You called LBFGS with gradients alone.",
-                "the loss as a function of the parameters.",
-                "LBFGS evaluates it several times in one step.",
-                "rule.update(params, grads, state, evaluate=loss_and_gradients), where "
-                "loss_and_gradients(params) gives both, with rule = innerloop.optim.lbfgs(...) or "
-                "innerloop.optim.from_torch(optimizer).",
-            )
-        )
+        raise refusals.gradients_alone()
     return packed.evaluate
 
 
@@ -159,10 +124,9 @@ LBFGS = Family(
         "line_search_fn": None,
         "maximize": False,
     },
-    scalars=frozenset(),
-    fresh=_fresh,
+    counters={},
+    start=_start,
     read=_read,
-    write=_write,
     update=_update,
     layout="whole",
 )
@@ -199,14 +163,4 @@ def lbfgs(
     >>> params[0].abs().max() < 1e-6
     tensor(True)
     """
-    group = {
-        "lr": lr,
-        "max_iter": max_iter,
-        "max_eval": max_eval,
-        "tolerance_grad": tolerance_grad,
-        "tolerance_change": tolerance_change,
-        "history_size": history_size,
-        "line_search_fn": None,
-        "maximize": maximize,
-    }
-    return Rule(LBFGS, (group,))
+    return Rule(LBFGS, (locals(),))

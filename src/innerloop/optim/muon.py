@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_norm
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.optim import refusals
 from innerloop.optim.family import (
     Family,
+    Group,
     Packed,
     Slots,
     Value,
     add_scaled,
     larger,
-    shrunk,
-    whole,
+    shrink,
 )
 from innerloop.optim.rule import Rule
+from innerloop.optim.settings import scalar_setting
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
+def _start(params: Tensor, group: Group) -> Slots:
     if params.dim() != 2:
-        raise InnerLoopError(
-            four_part(
-                f"You gave Muon a parameter of shape {tuple(params.shape)}.",
-                "matrices.",
-                "Muon orthogonalizes the update, which is defined for a matrix.",
-                "torch.optim.AdamW for all other parameters.",
-            )
-        )
+        raise refusals.not_a_matrix(params)
     return {"momentum_buffer": torch.zeros_like(params)}
 
 
-def _toward(start: Tensor, end: Tensor, weight: Value) -> Tensor:
+def _lerp(start: Tensor, end: Tensor, weight: Value) -> Tensor:
     """``start + weight * (end - start)``, by torch's own kernel where that takes the weight.
 
     What follows is rounded to few digits, so a difference in the last one could become visible.
@@ -46,7 +39,7 @@ def _toward(start: Tensor, end: Tensor, weight: Value) -> Tensor:
     return torch.lerp(start, end, weight)
 
 
-def _mixed(base: Tensor, left: Tensor, right: Tensor, beta: Value, alpha: Value) -> Tensor:
+def _addmm(base: Tensor, left: Tensor, right: Tensor, beta: Value, alpha: Value) -> Tensor:
     """``beta * base + alpha * left @ right``, rounded once to the dtype of ``base``."""
     if not isinstance(beta, Tensor) and not isinstance(alpha, Tensor):
         return torch.addmm(base, left, right, beta=beta, alpha=alpha)
@@ -65,24 +58,24 @@ def _newton_schulz(
     x = x / larger(norm(x), eps)
     for _ in range(steps):
         gram = x @ x.T
-        x = _mixed(x, _mixed(gram, gram, gram, b, c), x, a, 1)
+        x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1)
     return x.T if tall else x
 
 
-def _orthogonal(packed: Packed, matrix: Tensor) -> Tensor:
+def _orthogonalize(packed: Packed, matrix: Tensor) -> Tensor:
     """Newton–Schulz with the value of ``ns_dtype`` and the derivative of the matrix's own dtype."""
     steps, dtype = packed.options["ns_steps"], packed.options["ns_dtype"]
-    coefficients, eps = whole(packed, "ns_coefficients"), whole(packed, "eps")
+    coefficients, eps = scalar_setting(packed, "ns_coefficients"), scalar_setting(packed, "eps")
     smooth = _newton_schulz(matrix, coefficients, eps, steps, safe_norm)
     if dtype == matrix.dtype:
         return smooth
     with torch.no_grad():
-        a, b, c, least = (_detached(value) for value in (*coefficients, eps))
+        a, b, c, least = (_detach(value) for value in (*coefficients, eps))
         rounded = _newton_schulz(matrix.detach().to(dtype), (a, b, c), least, steps, torch.norm)
     return rounded.to(matrix.dtype) + (smooth - smooth.detach())
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -96,10 +89,10 @@ def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     h, grads, options = packed.hyper, packed.grads, packed.options
-    buffer = _toward(packed.slots["momentum_buffer"], grads, 1 - h["momentum"])
-    step = _toward(grads, buffer, h["momentum"]) if options["nesterov"] else buffer
+    buffer = _lerp(packed.slots["momentum_buffer"], grads, 1 - h["momentum"])
+    step = _lerp(grads, buffer, h["momentum"]) if options["nesterov"] else buffer
     rate = h["lr"] * _ratio(grads.shape, options["adjust_lr_fn"])
-    new = add_scaled(shrunk(packed), _orthogonal(packed, step), -rate)
+    new = add_scaled(shrink(packed), _orthogonalize(packed, step), -rate)
     return new, {"momentum_buffer": buffer}
 
 
@@ -112,8 +105,8 @@ MUON = Family(
         "adjust_lr_fn": None,
         "ns_dtype": torch.bfloat16,
     },
-    scalars=frozenset(),
-    fresh=_fresh,
+    counters={},
+    start=_start,
     update=_update,
     layout="tensor",
     real_only=True,
@@ -157,15 +150,4 @@ def muon(
     >>> params[0].diagonal() < 1
     tensor([True, True])
     """
-    group = {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_coefficients": ns_coefficients,
-        "eps": eps,
-        "ns_steps": ns_steps,
-        "adjust_lr_fn": adjust_lr_fn,
-        "ns_dtype": ns_dtype,
-    }
-    return Rule(MUON, (group,))
+    return Rule(MUON, (locals(),))

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    ascent,
-    average,
-    count,
-    decayed,
-    root_of,
-    shrunk,
-)
+from innerloop.optim.family import Family, Packed, Slots, average, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "mu_product": count() + 1,
-        "exp_avg": torch.zeros_like(params),
-        "exp_avg_sq": torch.zeros_like(params),
-    }
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
     lr, decay = h["lr"], h["momentum_decay"]
-    params, grads = packed.params, ascent(packed)
-    if packed.options["decoupled_weight_decay"]:
-        params = shrunk(packed)
-    else:
-        grads = decayed(packed, grads)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     mu = beta1 * (1 - 0.5 * 0.96 ** (step * decay))
     mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
     product = slots["mu_product"] * mu
     first = average(slots["exp_avg"], grads, e(beta1))
     second = average(slots["exp_avg_sq"], grads * grads, e(beta2))
-    denominator = safe_sqrt(second) * e(1 / root_of(1 - beta2**step)) + e(h["eps"])
+    denominator = safe_sqrt(second) * e(1 / (1 - beta2**step).sqrt()) + e(h["eps"])
     now = lr * (1 - mu) / (1 - product)
     ahead = lr * mu_next / (1 - product * mu_next)
     new = {"step": step, "mu_product": product, "exp_avg": first, "exp_avg_sq": second}
@@ -58,8 +34,8 @@ NADAM = Family(
     torch_class=torch.optim.NAdam,
     settings={"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1, "momentum_decay": 1},
     options={"decoupled_weight_decay": False, "maximize": False},
-    scalars=frozenset({"step", "mu_product"}),
-    fresh=_fresh,
+    buffers=("exp_avg", "exp_avg_sq"),
+    counters={"step": 0.0, "mu_product": 1.0},
     update=_update,
 )
 
@@ -94,13 +70,4 @@ def nadam(
     >>> params
     [tensor([0.8944, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "momentum_decay": momentum_decay,
-        "decoupled_weight_decay": decoupled_weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(NADAM, (group,))
+    return Rule(NADAM, (locals(),))

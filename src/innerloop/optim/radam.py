@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    Value,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-    shrunk,
-)
+from innerloop.optim.family import Family, Packed, Slots, Value, add_scaled, average, regularize
 from innerloop.optim.rule import Rule
 
 
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "exp_avg": torch.zeros_like(params),
-        "exp_avg_sq": torch.zeros_like(params),
-    }
-
-
 def _rectification(beta2: Value, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the variance is tractable (ρₜ > 5), and then √(1 - β₂ᵗ) times the rectification r.
+    """The test ρₜ > 5, by which the variance is tractable, and √(1 - β₂ᵗ) times r.
 
-    In the other case the arguments are replaced by harmless ones: a root of a negative number
+    Where it fails the arguments are replaced by harmless ones: a root of a negative number
     would be NaN, and its derivative would stay so behind the ``where``.
     """
     power = beta2**step
@@ -51,11 +31,7 @@ def _rectification(beta2: Value, step: Tensor) -> tuple[Tensor, Tensor]:
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     beta1, beta2 = h["betas"]
-    params, grads = packed.params, ascent(packed)
-    if packed.options["decoupled_weight_decay"]:
-        params = shrunk(packed)
-    else:
-        grads = decayed(packed, grads)
+    params, grads = regularize(packed)
     step = slots["step"] + 1
     first = average(slots["exp_avg"], grads, e(beta1))
     second = average(slots["exp_avg_sq"], grads * grads, e(beta2))
@@ -70,7 +46,7 @@ RADAM = Family(
     torch_class=torch.optim.RAdam,
     settings={"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1},
     options={"decoupled_weight_decay": False, "maximize": False},
-    fresh=_fresh,
+    buffers=("exp_avg", "exp_avg_sq"),
     update=_update,
 )
 
@@ -105,12 +81,4 @@ def radam(
     >>> params
     [tensor([0.7000, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "decoupled_weight_decay": decoupled_weight_decay,
-        "maximize": maximize,
-    }
-    return Rule(RADAM, (group,))
+    return Rule(RADAM, (locals(),))

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from innerloop._numerics import safe_sqrt
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    average,
-    count,
-    decayed,
-    off,
-)
+from innerloop.optim.family import Family, Packed, Slots, add_scaled, average, off, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    slots = {"step": count(), "square_avg": torch.zeros_like(params)}
-    if not off(group["momentum"]):
-        slots["momentum_buffer"] = torch.zeros_like(params)
-    if group.get("centered", False):
-        slots["grad_avg"] = torch.zeros_like(params)
-    return slots
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
     slots, e, h = packed.slots, packed.spread, packed.hyper
     alpha, momentum = e(h["alpha"]), e(h["momentum"])
-    grads = decayed(packed, ascent(packed))
+    params, grads = regularize(packed)
     square = average(slots["square_avg"], grads * grads, alpha)
     new = {**slots, "step": slots["step"] + 1, "square_avg": square}
     if packed.options["centered"]:
@@ -46,14 +26,15 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
         if "momentum_buffer" in slots:
             scaled = momentum * slots["momentum_buffer"] + scaled
         new["momentum_buffer"] = scaled
-    return add_scaled(packed.params, scaled, e(-h["lr"])), new
+    return add_scaled(params, scaled, e(-h["lr"])), new
 
 
 RMSPROP = Family(
     torch_class=torch.optim.RMSprop,
     settings={"lr": 1, "alpha": 1, "eps": 1, "weight_decay": 1, "momentum": 1},
     options={"centered": False, "maximize": False},
-    fresh=_fresh,
+    buffers=("square_avg", "momentum_buffer", "grad_avg"),
+    only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
     update=_update,
 )
 
@@ -88,13 +69,4 @@ def rmsprop(
     >>> params
     [tensor([0.8000, 1.0000])]
     """
-    group = {
-        "lr": lr,
-        "alpha": alpha,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "centered": centered,
-        "maximize": maximize,
-    }
-    return Rule(RMSPROP, (group,))
+    return Rule(RMSPROP, (locals(),))

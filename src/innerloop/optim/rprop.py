@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    ascent,
-    count,
-    initially,
-    larger,
-    once_started,
-    smaller,
-)
+from innerloop.optim.family import Family, Packed, Slots, ascent, larger, smaller, start_from
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    return {
-        "step": count(),
-        "prev": torch.zeros_like(params),
-        "step_size": torch.zeros_like(params),
-    }
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
@@ -40,7 +21,7 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     turned = agreement < 0
     factor = torch.where(agreement > 0, grow, torch.ones_like(grads))
     factor = torch.where(turned, shrink, factor)
-    sizes = initially(packed, h["lr"], "step_size") * factor
+    sizes = start_from(packed, h["lr"], "step_size") * factor
     sizes = smaller(larger(sizes, least), most)
     grads = torch.where(turned, 0.0, grads)
     new = {"step": slots["step"] + 1, "prev": grads, "step_size": sizes}
@@ -51,8 +32,7 @@ RPROP = Family(
     torch_class=torch.optim.Rprop,
     settings={"lr": 1, "etas": 2, "step_sizes": 2},
     options={"maximize": False},
-    fresh=_fresh,
-    write=once_started,
+    buffers=("prev", "step_size"),
     update=_update,
 )
 
@@ -83,5 +63,4 @@ def rprop(
     >>> params
     [tensor([0.9000, 1.0000])]
     """
-    group = {"lr": lr, "etas": etas, "step_sizes": step_sizes, "maximize": maximize}
-    return Rule(RPROP, (group,))
+    return Rule(RPROP, (locals(),))

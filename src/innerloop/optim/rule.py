@@ -19,17 +19,21 @@ from innerloop.optim.blocks import (
     divide,
     pack,
     pack_slots,
-    plain_settings,
     real,
-    share_equal_scalars,
+    share_equal_counters,
     spreader,
+    state_by_parameter,
     unpack,
-    unpacked,
-    write_settings,
-    write_state,
 )
+from innerloop.optim.convert import write_state
 from innerloop.optim.family import Elsewhere, Family, Group, Packed, Slots
-from innerloop.optim.settings import merged, seen_by_block
+from innerloop.optim.settings import (
+    merge_settings,
+    of_block,
+    of_each_parameter,
+    plain_settings,
+    write_settings,
+)
 
 Evaluate = Callable[[Any], tuple[Tensor, Any]]
 
@@ -72,23 +76,39 @@ class Rule:
     def init(self, params: Any) -> OptState:
         """The state before the first step; where the optimizer was warm, its state."""
         leaves = self._leaves(params)
-        sizes = self._sizes(leaves)
-        group_of = [
-            group for group, size in zip(self.groups, sizes, strict=True) for _ in range(size)
-        ]
-        found = [self._slots_of(i, leaf, group_of[i]) for i, leaf in enumerate(leaves)]
+        groups: list[Group] = []
+        for group, size in zip(self.groups, self._sizes(leaves), strict=True):
+            groups += [group] * size
+        found = [self._slots_of(i, leaf, groups[i]) for i, leaf in enumerate(leaves)]
         blocks: dict[Any, list[int]] = {}
         for index, param in enumerate(leaves):
-            key = self._block_key(index, param, group_of[index], found[index])
+            key = self._block_key(index, param, groups[index], found[index])
             blocks.setdefault(key, []).append(index)
         state = []
         for members in blocks.values():
             owners = members[:1] if self.family.layout == "whole" else members
             each = [found[i] for i in owners]
-            share_equal_scalars(self.family, each)
+            share_equal_counters(self.family, each)
             slots = pack_slots(self.family, each, [leaves[i] for i in owners])
             state.append(Block(Members(members), slots))
         return tuple(state)
+
+    def _block_key(self, index: int, param: Tensor, group: Group, slots: Slots) -> Any:
+        if self.family.layout == "whole":
+            return 0
+        # An empty parameter is alone, because [parameters] and [elements] could be confused.
+        if self.family.layout == "tensor" or param.numel() == 0:
+            return index
+        options = tuple(_options(self.family, group).values())
+        return param.dtype, param.device, options, tuple(sorted(slots))
+
+    def _slots_of(self, index: int, param: Tensor, group: Group) -> Slots:
+        family = self.family
+        if family.real_only and param.is_complex():
+            raise refusals.complex_parameter(family.name)
+        warm = self.warm[index] if self.warm else {}
+        own = {name: as_slot(value, name in family.counters) for name, value in warm.items()}
+        return family.fresh(real(param.detach()), group) | own
 
     def update(
         self,
@@ -105,32 +125,33 @@ class Rule:
         gives the loss and the gradients at other weights, for LBFGS.
         """
         leaves = self._leaves(params)
-        grad_leaves = self._aligned(params, grads, "gradients")
+        grad_leaves = self._align(params, grads, "gradients")
         sizes = self._sizes(leaves)
-        _check_state(state, len(leaves))
         groups: Sequence[Group] = self.groups
         if hyper:
             shapes = _by_group([leaf.shape for leaf in leaves], sizes)
-            groups = merged(self.family, groups, shapes, hyper)
-
-        def at(new: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-            assert evaluate is not None
-            loss, found = evaluate(self._rebuilt(params, new))
-            return loss, self._aligned(params, found, "gradients from evaluate")
-
+            groups = merge_settings(self.family, groups, shapes, hyper)
+        elsewhere = None
+        if evaluate is not None:
+            elsewhere = self._evaluation_of_packed(evaluate, params, leaves)
         try:
-            new, new_state = step(
-                self.family,
-                groups,
-                sizes,
-                leaves,
-                grad_leaves,
-                state,
-                Elsewhere(at, getattr(evaluate, "here", None)) if evaluate else None,
-            )
+            new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, elsewhere)
         except KeyError as error:
-            raise refusals.foreign_state(self.family.name, error) from error
-        return self._rebuilt(params, new), new_state
+            raise refusals.wrong_state(self.family.name, f"it has no {error}") from error
+        return self._rebuild(params, new), new_state
+
+    def _evaluation_of_packed(
+        self, evaluate: Evaluate, params: Any, leaves: Sequence[Tensor]
+    ) -> Elsewhere:
+        """``evaluate`` as a function of all parameters as one tensor."""
+
+        def at(flat: Tensor) -> tuple[Tensor, Tensor]:
+            loss, found = evaluate(self._rebuild(params, unpack(flat, leaves)))
+            return loss, pack(
+                _fill_zeros(leaves, self._align(params, found, "gradients elsewhere"))
+            )
+
+        return Elsewhere(at, getattr(evaluate, "here", None))
 
     def write_to(
         self,
@@ -141,33 +162,37 @@ class Rule:
         """Put a state, and settings if given, into an ordinary optimizer over the same shapes."""
         targets = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = _by_group([p.shape for p in targets], self._sizes(targets))
-        groups = merged(self.family, self.groups, shapes, hyper)
-        settings = None if hyper is None else plain_settings(self.family, groups)
-        write_state(self.family, optimizer, unpacked(self.family, targets, state))
-        if settings is not None:
+        groups = merge_settings(self.family, self.groups, shapes, hyper)
+        settings = [] if hyper is None else plain_settings(self.family, groups)
+        write_state(self.family, optimizer, state_by_parameter(self.family, targets, state))
+        if settings:
             write_settings(optimizer, settings)
+
+    # Parameters and gradients as lists. ---------------------------------------------------------
 
     def _leaves(self, params: Any) -> list[Tensor]:
         """The rule's parameters, in its order."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
-            for name in self.names:
-                if name not in params:
-                    raise refusals.other_structure("parameters", f"no {name!r}")
-            return list(map(params.__getitem__, self.names))
+            return self._by_name(params, "parameters")
         several = len(self.groups) > 1 or any(self.warm or ())
         if isinstance(params, Mapping) and self.shapes is not None and several:
             raise refusals.unnamed_mapping()
         return _tree.flatten(params)[0]
 
-    def _aligned(self, params: Any, other: Any, what: str) -> list[Any]:
+    def _align(self, params: Any, other: Any, what: str) -> list[Any]:
         """The leaves of ``other`` in the places of the rule's parameters."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
-            if not isinstance(other, (dict, Mapping)) or not set(self.names).issubset(other):
-                raise refusals.other_structure(what, "other names")
-            return list(map(other.__getitem__, self.names))
-        return _aligned(params, other, what)
+            return self._by_name(other, what)
+        return _align(params, other, what)
 
-    def _rebuilt(self, params: Any, leaves: list[Tensor]) -> Any:
+    def _by_name(self, given: Any, what: str) -> list[Any]:
+        names = self.names or ()
+        try:
+            return list(map(given.__getitem__, names))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise refusals.other_structure(what, f"they are not by the names {names}") from error
+
+    def _rebuild(self, params: Any, leaves: list[Tensor]) -> Any:
         """``params`` with the rule's parameters replaced."""
         if self.names is not None and isinstance(params, (dict, Mapping)):
             return {**params, **dict(zip(self.names, leaves, strict=True))}
@@ -182,48 +207,24 @@ class Rule:
                 raise refusals.wrong_shape(i, leaf.shape, shape)
         return sizes
 
-    def _block_key(self, index: int, param: Tensor, group: Group, slots: Slots) -> Any:
-        if self.family.layout == "tensor":
-            return index
-        if self.family.layout == "whole":
-            return 0
-        if param.numel() == 0:
-            # Alone, because [parameters] and [elements] could not be told from each other.
-            return index
-        options = tuple(group.get(name, default) for name, default in self.family.options.items())
-        return param.dtype, param.device, options, tuple(sorted(slots))
 
-    def _slots_of(self, index: int, param: Tensor, group: Group) -> Slots:
-        if self.family.real_only and param.is_complex():
-            raise refusals.complex_parameter(self.family.name)
-        fresh = self.family.fresh(real(param.detach()), group)
-        warm = self.warm[index] if self.warm else {}
-        return {
-            **fresh,
-            **{name: as_slot(value, name in self.family.scalars) for name, value in warm.items()},
-        }
-
-
-def _aligned(params: Any, other: Any, what: str) -> list[Any]:
+def _align(params: Any, other: Any, what: str) -> list[Any]:
     if isinstance(params, Mapping):
         if not isinstance(other, Mapping) or set(other) != set(params):
             raise refusals.other_structure(what, "other names")
-        return [leaf for key in params for leaf in _aligned(params[key], other[key], what)]
+        return [leaf for key in params for leaf in _align(params[key], other[key], what)]
     if isinstance(params, list | tuple):
-        if not isinstance(other, list | tuple) or len(other) != len(params):
-            some = isinstance(other, list | tuple)
-            found = f"{len(other)} {what} for {len(params)}" if some else type(other).__name__
-            raise refusals.other_structure(what, found)
-        return [leaf for p, o in zip(params, other, strict=True) for leaf in _aligned(p, o, what)]
+        if not isinstance(other, list | tuple):
+            raise refusals.other_structure(what, type(other).__name__)
+        if len(other) != len(params):
+            raise refusals.other_structure(what, f"{len(other)} {what} for {len(params)}")
+        return [leaf for p, o in zip(params, other, strict=True) for leaf in _align(p, o, what)]
     return [other] if isinstance(params, Tensor) else _tree.flatten(other)[0]
 
 
-def _check_state(state: Any, count: int) -> None:
-    members: list[int] = []
-    for block in state if isinstance(state, tuple) else ():
-        members += block.members
-    if sorted(members) != list(range(count)):
-        raise refusals.wrong_state(count)
+def _by_group(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    rest = iter(items)
+    return [[next(rest) for _ in range(size)] for size in sizes]
 
 
 def step(
@@ -235,42 +236,44 @@ def step(
     state: OptState,
     evaluate: Elsewhere | None = None,
 ) -> tuple[list[Tensor], OptState]:
-    """One update of every block, with the settings of ``groups``."""
-    _check_gradients(params, grads)
-    place = [(g, i) for g, size in enumerate(sizes) for i in range(size)]
-    new = list(params)
-    new_state: list[Block] = []
+    """One update of all parameters, with the settings of ``groups``."""
+    _check(family, params, grads, state)
+    settings = of_each_parameter(family, groups, sizes, params)
+    if family.update_each is not None:
+        updated = family.update_each(params, grads, settings)
+        if updated is not None:
+            return updated, state
     if family.layout == "whole":
-        grads = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
-        ]
+        grads = _fill_zeros(params, grads)
+    new, new_state = list(params), []
     for block in state:
         moving, resting = divide(family, block, params, grads)
         if resting is not None:
             new_state.append(resting)
         if moving is None:
             continue
-        members = moving.members
-        tensors = list(map(params.__getitem__, members))
-        own: list[Any] = list(map(grads.__getitem__, members))
-        group = groups[place[members[0]][0]]
-        places = list(map(place.__getitem__, members))
-        hyper = seen_by_block(family, groups, places, tensors, sizes)
-        updated = None
-        if family.update_each is not None:
-            updated = family.update_each(tensors, own, hyper, group)
-        if updated is None:
-            packed = _packed(family, moving, tensors, own, hyper, group, evaluate, params)
-            flat, slots = family.update(packed)
-            moving = Block(members, _as_kept(family, slots, moving.slots))
-            updated = unpack(flat, tensors)
-        for member, tensor in zip(members, updated, strict=True):
+        tensors = [params[m] for m in moving.members]
+        packed = _pack_block(
+            family,
+            moving.slots,
+            tensors,
+            [grads[m] for m in moving.members],
+            [settings[m] for m in moving.members],
+            evaluate,
+        )
+        flat, slots = family.update(packed)
+        for member, tensor in zip(moving.members, unpack(flat, tensors), strict=True):
             new[member] = tensor
-        new_state.append(moving)
+        new_state.append(Block(moving.members, _keep_dtypes(family, slots, moving.slots)))
     return new, tuple(new_state)
 
 
-def _check_gradients(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def _check(
+    family: Family,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    state: OptState | None,
+) -> None:
     for param, grad in zip(params, grads, strict=True):
         if grad is None:
             continue
@@ -278,73 +281,49 @@ def _check_gradients(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -
             raise refusals.gradient_shape(grad, param)
         if grad.layout is not torch.strided:
             raise refusals.sparse_gradient()
+    count = 0
+    for block in state or ():
+        count += len(block.members)
+    if count != len(params):
+        raise refusals.wrong_state(family.name, f"it is of {count}, not {len(params)}")
 
 
-def _as_kept(family: Family, slots: Slots, before: Slots) -> Slots:
-    """New slots in the dtypes of the old ones; counters stay in double precision."""
-    return {
-        name: slot.to(before[name].dtype)
-        if name not in family.scalars
-        and isinstance(slot, Tensor)
-        and isinstance(before.get(name), Tensor)
-        else slot
-        for name, slot in slots.items()
-    }
+def _fill_zeros(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
 
 
-def _packed(
+def _options(family: Family, group: Group) -> dict[str, Any]:
+    return {name: group.get(name, default) for name, default in family.options.items()}
+
+
+def _pack_block(
     family: Family,
-    block: Block,
-    tensors: list[Tensor],
+    slots: Slots,
+    params: list[Tensor],
     grads: list[Any],
-    hyper: dict[str, Any],
-    group: Group,
-    evaluate: Any,
-    params: Sequence[Tensor],
+    settings: list[Group],
+    evaluate: Elsewhere | None,
 ) -> Packed:
-    flat = pack(tensors)
-    spread = spreader(flat, tensors)
-    slots = {name: _uncounted(name, slot) for name, slot in block.slots.items()}
-    scalars = [slot for name, slot in slots.items() if name in family.scalars]
-    if len(tensors) > 1 and any(_per_element(v, flat) for v in (*_components(hyper), *scalars)):
-        hyper = _tree.map(spread, hyper)
-        slots = {name: spread(slot) for name, slot in slots.items()}
-
-    def at(other: Tensor) -> tuple[Tensor, Tensor]:
-        loss, found = evaluate(unpack(other, params))
-        return loss, pack(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
-        )
-
-    return Packed(
-        params=flat,
-        grads=pack(grads),
-        slots=slots,
-        hyper=hyper,
-        options={name: group.get(name, default) for name, default in family.options.items()},
-        spread=spread,
-        evaluate=None if evaluate is None else Elsewhere(at, evaluate.here),
-    )
+    flat = pack(params)
+    spread = spreader(flat, params)
+    hyper = of_block(family, settings, params)
+    for name in slots.keys() & {"step", "started"}:  # Nothing is differentiated by a count.
+        slots = {**slots, name: slots[name].detach()}
+    if len(params) > 1:
+        counters = [slot for name, slot in slots.items() if name in family.counters]
+        values = _tree.leaves([*hyper.values(), *counters])
+        if any(isinstance(v, Tensor) and v.shape == flat.shape for v in values):
+            hyper = _tree.map(spread, hyper)
+            slots = {name: spread(slot) for name, slot in slots.items()}
+    options = _options(family, settings[0])
+    return Packed(flat, pack(grads), slots, hyper, options, spread, evaluate)
 
 
-def _components(hyper: Mapping[str, Any]) -> list[Any]:
-    return [
-        v for value in hyper.values() for v in (value if isinstance(value, tuple) else (value,))
-    ]
-
-
-def _uncounted(name: str, slot: Any) -> Any:
-    """A slot; a step counter without a graph, since nothing is differentiated by a count."""
-    return slot.detach() if name in ("step", "started") and isinstance(slot, Tensor) else slot
-
-
-def _per_element(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape
-
-
-def _by_group(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    grouped, start = [], 0
-    for size in sizes:
-        grouped.append(list(items[start : start + size]))
-        start += size
-    return grouped
+def _keep_dtypes(family: Family, slots: Slots, before: Slots) -> Slots:
+    """New slots in the dtypes of the old ones; counters stay in double precision."""
+    kept = dict(slots)
+    for name, slot in slots.items():
+        old = before.get(name)
+        if name not in family.counters and isinstance(slot, Tensor) and isinstance(old, Tensor):
+            kept[name] = slot.to(old.dtype)
+    return kept

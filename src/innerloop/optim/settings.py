@@ -1,22 +1,26 @@
-"""Settings: as users write them, and as one block of parameters sees them."""
+"""Settings: as users write them, as parameters and blocks see them, and as plain numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim.family import Family, Group
+from innerloop.optim import refusals
+from innerloop.optim.family import Family, Group, Packed
 
-Shapes = Sequence[Sequence[torch.Size]]
+# As users write them. ---------------------------------------------------------------------------
 
 
-def merged(
-    family: Family, groups: Sequence[Group], shapes: Shapes, hyper: Mapping[str, Any] | None
+def merge_settings(
+    family: Family,
+    groups: Sequence[Group],
+    shapes: Sequence[Sequence[torch.Size]],
+    hyper: Mapping[str, Any] | None,
 ) -> list[Group]:
     """The groups with some continuous settings replaced. Checks all of it, changes nothing given.
 
@@ -39,24 +43,9 @@ _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 def check_name(family: Family, name: str) -> None:
     if name in family.settings:
         return
-    known = ", ".join(family.settings)
     if name in family.options or name in _FLAGS:
-        raise InnerLoopError(
-            four_part(
-                f"You gave a value for {name!r}, an option of {family.name}.",
-                f"a continuous setting: {known}.",
-                f"{name!r} takes discrete values, so nothing can be differentiated through it.",
-                f"torch.optim.{family.name}(..., {name}=...) when you build the optimizer.",
-            )
-        )
-    raise InnerLoopError(
-        four_part(
-            f"You gave a value for {name!r}.",
-            f"a continuous setting of {family.name}: {known}.",
-            f"{family.name} has no setting of that name, so the value would have no effect.",
-            f"one of these names: {known}.",
-        )
-    )
+        raise refusals.discrete_setting(family.name, name, family.settings)
+    raise refusals.unknown_setting(family.name, name, family.settings)
 
 
 def per_group(name: str, given: Any, groups: int, arity: int = 1) -> list[Any]:
@@ -65,167 +54,48 @@ def per_group(name: str, given: Any, groups: int, arity: int = 1) -> list[Any]:
         if groups == 1 and given.shape[0] != 1:
             return [given]
         given = list(given.unbind())
-    if isinstance(given, torch.nn.ParameterList) or _tuple_over_groups(given, arity):
+    over_groups = arity == 1 or (isinstance(given, tuple) and isinstance(given[0], list | tuple))
+    if isinstance(given, torch.nn.ParameterList) or (isinstance(given, tuple) and over_groups):
         given = list(given)
     if not isinstance(given, list):
         return [given] * groups
     if len(given) not in (1, groups):
-        raise InnerLoopError(wrong_count(name, len(given), groups, arity))
+        raise refusals.values_for_groups(name, len(given), groups, arity)
     return given * groups if len(given) == 1 else given
-
-
-def _tuple_over_groups(given: Any, arity: int) -> bool:
-    return isinstance(given, tuple) and (arity == 1 or isinstance(given[0], list | tuple))
-
-
-def wrong_count(name: str, found: int, groups: int, arity: int) -> str:
-    one = f"({', '.join('abc'[:arity])})" if arity > 1 else "value"
-    return four_part(
-        f"You gave {found} values for {name!r}, and the optimizer has {groups} parameter groups.",
-        f"a list of one value, used for every group, or of {groups}, one for each.",
-        "values are matched to groups by position.",
-        f"{{{name!r}: [{one}]}} or {{{name!r}: [{one}, ...]}} with {groups} entries.",
-    )
 
 
 def check_value(family: Family, name: str, value: Any, shapes: Sequence[torch.Size]) -> None:
     """Refuses what cannot be a value of this setting for a group of parameters of these shapes."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         return
-    for part in components(family.name, name, value, family.settings[name]):
+    for part in components(family, name, value):
         several = isinstance(part, list | tuple)
         if several and len(part) != len(shapes):
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {len(part)} values of {name!r} for a group of {len(shapes)} "
-                    "parameters.",
-                    f"one value, or {len(shapes)}, one for each parameter of the group.",
-                    "values inside a group are matched to its parameters by position.",
-                    f"{{{name!r}: [[v1, ..., v{len(shapes)}]]}}.",
-                )
-            )
+            raise refusals.values_in_a_group(name, len(part), len(shapes))
         for one in part if several else [part]:
-            if isinstance(one, Tensor):
-                if not one.is_floating_point() and one.dtype not in _INTEGERS:
-                    raise InnerLoopError(_not_a_number(family.name, name, one.dtype))
-                for position, shape in enumerate(shapes if not several else []):
-                    _of_parameter(family, name, one, position, shape, len(shapes))
-            elif one is None and name in family.optional:
-                continue
-            elif isinstance(one, bool) or not isinstance(one, Real):
-                raise InnerLoopError(_not_a_number(family.name, name, type(one).__name__))
-        if several:
-            for position, shape in enumerate(shapes):
-                _of_parameter(family, name, part, position, shape, len(shapes))
+            if not _is_number(one) and not (one is None and name in family.optional):
+                found = one.dtype if isinstance(one, Tensor) else type(one).__name__
+                raise refusals.not_a_number(family.name, name, found)
+        for position, shape in enumerate(shapes):
+            _of_parameter(family, name, part, position, shape, len(shapes))
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _not_a_number(family: str, name: str, found: Any) -> str:
-    return four_part(
-        f"You gave a {found} as {name!r} of {family}.",
-        "a number, or a floating-point tensor.",
-        "the setting is continuous.",
-        f"{{{name!r}: [torch.tensor(0.1, requires_grad=True)]}}.",
-    )
-
-
-def components(family: str, name: str, value: Any, arity: int) -> tuple[Any, ...]:
+def components(family: Family, name: str, value: Any) -> tuple[Any, ...]:
     """The components of one group's value: one for ``lr``, two for ``betas``."""
+    arity = family.settings[name]
     if arity == 1:
         return (value,)
     if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == arity:
         return value.unbind()
     if isinstance(value, list | tuple) and len(value) == arity:
         return tuple(value)
-    raise InnerLoopError(
-        four_part(
-            f"You gave {value!r} as {name!r} of {family}.",
-            f"{arity} values for each parameter group.",
-            f"{name!r} of {family} has {arity} components.",
-            f"{{{name!r}: [({', '.join('abc'[:arity])})]}}: a list over groups, and in it a tuple.",
-        )
-    )
-
-
-def seen_by_block(
-    family: Family,
-    groups: Sequence[Group],
-    members: Sequence[tuple[int, int]],
-    params: Sequence[Tensor],
-    sizes: Sequence[int],
-) -> dict[str, Any]:
-    """Every continuous setting as one block sees it.
-
-    ``members`` are the block's parameters as (group, position in it), ``params`` its tensors,
-    ``sizes`` the number of parameters in each group.
-    Each component becomes a number, a 0-d tensor, ``[parameters]``, or one value per element in the
-    packed shape of the block.
-    """
-    touched = [0] if len(groups) == 1 else sorted({group for group, _ in members})
-    alone = len(touched) == 1
-    seen: dict[str, Any] = {}
-    for name, arity in family.settings.items():
-        value = groups[touched[0]][name]
-        if alone and _is_plain(value, arity):
-            seen[name] = value
-            continue
-        if alone and arity == 1 and isinstance(value, Tensor) and value.dim() == 0:
-            seen[name] = _placed(value, params[0].device)
-            continue
-        split = {
-            index: components(family.name, name, groups[index][name], arity) for index in touched
-        }
-        parts = tuple(
-            _component(family, name, {i: v[k] for i, v in split.items()}, members, params, sizes)
-            for k in range(arity)
-        )
-        seen[name] = parts if arity > 1 else parts[0]
-    return seen
-
-
-_NUMBERS = frozenset({int, float, type(None)})
-
-
-def _is_plain(value: Any, arity: int) -> bool:
-    """Whether this is a number for each component, which every block sees as it is."""
-    if arity == 1:
-        return type(value) in _NUMBERS
-    return type(value) is tuple and len(value) == arity and _NUMBERS.issuperset(map(type, value))
-
-
-def _component(
-    family: Family,
-    name: str,
-    by_group: Mapping[int, Any],
-    members: Sequence[tuple[int, int]],
-    params: Sequence[Tensor],
-    sizes: Sequence[int],
-) -> Any:
-    values = list(by_group.values())
-    first = values[0]
-    if all(not isinstance(v, Tensor | list | tuple) and v == first for v in values):
-        return first
-    device = params[0].device
-    if isinstance(first, Tensor) and first.numel() == 1 and all(v is first for v in values):
-        return _placed(first.reshape(()), device)
-    each = [
-        _of_parameter(family, name, by_group[group], position, param.shape, sizes[group])
-        for (group, position), param in zip(members, params, strict=True)
-    ]
-    if any(isinstance(v, Tensor) and v.dim() > 0 for v in each):
-        return _per_element(each, params)
-    if len(each) == 1:
-        return _placed(each[0], device) if isinstance(each[0], Tensor) else each[0]
-    dtype = torch.float64 if device.type != "mps" else torch.float32
-    if not any(isinstance(v, Tensor) for v in each):
-        return torch.tensor(each, device=device, dtype=dtype)
-    return torch.stack([torch.as_tensor(v, device=device, dtype=dtype) for v in each])
-
-
-def _placed(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device.type == "cpu" else value.to(device)
+    raise refusals.number_of_components(family.name, name, value, arity)
 
 
 def _of_parameter(
@@ -243,25 +113,161 @@ def _of_parameter(
     try:
         return value.expand(shape)
     except RuntimeError:
-        raise InnerLoopError(
-            four_part(
-                f"You gave a tensor of shape {tuple(value.shape)} as {name!r} of {family.name}, "
-                f"whose parameter group holds {size} parameters.",
-                f"one value, {size} values (one per parameter), or a shape that fits the "
-                f"parameter's {tuple(shape)}.",
-                "the setting multiplies a parameter of that shape.",
-                f"{{{name!r}: [[v1, v2, ...]]}} with one number or tensor for each parameter.",
-            )
-        ) from None
+        raise refusals.setting_shape(family.name, name, value, shape, size) from None
 
 
-def _per_element(each: Sequence[Any], params: Sequence[Tensor]) -> Tensor:
+# As parameters and blocks see them. -------------------------------------------------------------
+
+_NUMBERS = frozenset({int, float, type(None)})
+
+
+def of_each_parameter(
+    family: Family, groups: Sequence[Group], sizes: Sequence[int], params: Sequence[Tensor]
+) -> list[Group]:
+    """The settings of each parameter; those of a group share a dictionary where they are equal.
+
+    Each component of a setting is a number, a 0-d tensor, or a tensor of the parameter's shape.
+    """
+    one_device = len(set(map(attrgetter("device"), params))) == 1
+    each: list[Group] = []
+    for group, size in zip(groups, sizes, strict=True):
+        if one_device and _is_shared(family, group, params[0].device):
+            each += [group] * size
+        else:
+            each += _split(family, group, params[len(each) : len(each) + size])
+    return each
+
+
+def _is_shared(family: Family, group: Group, device: torch.device) -> bool:
+    """Tests whether all parameters of a group see its settings as they are."""
+    for name, arity in family.settings.items():
+        parts = (group[name],) if arity == 1 else group[name]
+        if type(parts) is not tuple or len(parts) != arity:
+            return False
+        for part in parts:
+            if type(part) in _NUMBERS:
+                continue
+            if not isinstance(part, Tensor) or part.dim() or part.device not in (device, _CPU):
+                return False
+    return True
+
+
+_CPU = torch.device("cpu")
+
+
+def _split(family: Family, group: Group, params: Sequence[Tensor]) -> list[Group]:
+    each = [dict(group) for _ in params]
+    for name, arity in family.settings.items():
+        parts = [
+            part.reshape(()) if isinstance(part, Tensor) and part.numel() == 1 else part
+            for part in components(family, name, group[name])
+        ]
+        for i, param in enumerate(params):
+            values = [
+                _place(_of_parameter(family, name, part, i, param.shape, len(params)), param)
+                for part in parts
+            ]
+            each[i][name] = tuple(values) if arity > 1 else values[0]
+    return each
+
+
+def _place(value: Any, param: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim():
+        return value.to(param.device, param.dtype.to_real())
+    return value if value.device == _CPU else value.to(param.device)
+
+
+def of_block(family: Family, groups: Sequence[Group], params: Sequence[Tensor]) -> dict[str, Any]:
+    """Every continuous setting as a block sees it, given those of each of its parameters.
+
+    Each component becomes a number, a 0-d tensor, ``[parameters]``, or one value per element in the
+    packed shape of the block.
+    """
+    if len(groups) > 1 and len(set(map(id, groups))) == 1:
+        return {name: groups[0][name] for name in family.settings}
+    seen: dict[str, Any] = {}
+    for name, arity in family.settings.items():
+        values = [group[name] for group in groups]
+        if arity == 1:
+            seen[name] = _component(values, params)
+        else:
+            seen[name] = tuple(_component(part, params) for part in zip(*values, strict=True))
+    return seen
+
+
+def _component(values: Sequence[Any], params: Sequence[Tensor]) -> Any:
+    first, device = values[0], params[0].device
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any([value.dim() for value in tensors]):
+        return _per_element(values, params)
+    if all([value is first for value in values]) or (
+        not tensors and all([value == first for value in values])
+    ):
+        return first
+    dtype = torch.float64 if device.type != "mps" else torch.float32
+    if not tensors:
+        return torch.tensor(values, device=device, dtype=dtype)
+    return torch.stack([torch.as_tensor(v, device=device, dtype=dtype) for v in values])
+
+
+def _per_element(values: Sequence[Any], params: Sequence[Tensor]) -> Tensor:
     """One value per element of the block, in its packed shape."""
     full = []
-    for value, param in zip(each, params, strict=True):
-        real = param.real.dtype if param.is_complex() else param.dtype
-        value = torch.as_tensor(value, device=param.device, dtype=real).expand(param.shape)
+    for value, param in zip(values, params, strict=True):
+        value = torch.as_tensor(value, device=param.device, dtype=param.dtype.to_real())
+        value = value.expand(param.shape)
         if param.is_complex():
             value = value.unsqueeze(-1).expand(*param.shape, 2)
         full.append(value)
     return full[0] if len(full) == 1 else torch.cat([value.reshape(-1) for value in full])
+
+
+def scalar_setting(packed: Packed, name: str) -> Any:
+    """A setting that acts on a parameter as a whole, refused where it is given per element."""
+    value = packed.hyper[name]
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, Tensor) and part.dim() > 0:
+            raise refusals.per_element(name)
+    return value
+
+
+# As plain numbers. ------------------------------------------------------------------------------
+
+
+def plain_settings(family: Family, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The groups' continuous settings as numbers, or an error where they have no such form."""
+    return [
+        {name: plain_value(name, group[name], arity) for name, arity in family.settings.items()}
+        for group in groups
+    ]
+
+
+def plain_value(name: str, value: Any, arity: int) -> Any:
+    """The value of one group as a number, or as a tuple of ``arity`` numbers."""
+    if arity == 1:
+        return _number(name, value)
+    parts = value.unbind() if isinstance(value, Tensor) and value.dim() else value
+    if not isinstance(parts, list | tuple) or len(parts) != arity:
+        raise refusals.not_one_number(name)
+    return tuple(_number(name, part) for part in parts)
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Tensor | list | tuple):
+        raise refusals.not_one_number(name)
+    return value
+
+
+def write_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Put settings into an ordinary optimizer; a tensor it has keeps its identity."""
+    for target, values in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in values.items():
+            if isinstance(target[name], Tensor) and not isinstance(value, tuple):
+                with torch.no_grad():
+                    target[name].copy_(torch.as_tensor(value))
+            else:
+                target[name] = value

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.optim.family import (
-    Family,
-    Packed,
-    Slots,
-    add_scaled,
-    ascent,
-    count,
-    decayed,
-    off,
-)
+from innerloop.optim.family import Family, Group, Packed, Slots, add_scaled, count, off, regularize
 from innerloop.optim.rule import Rule
-
-
-def _fresh(params: Tensor, group: Mapping[str, Any]) -> Slots:
-    if off(group["momentum"]):
-        return {}
-    return {"momentum_buffer": torch.zeros_like(params), "started": count()}
 
 
 def _read(state: Slots) -> Slots:
     buffer = state.get("momentum_buffer")
-    if buffer is None:
-        return {}
-    return {"momentum_buffer": buffer, "started": count() + 1}
+    return {} if buffer is None else {"momentum_buffer": buffer, "started": count(1.0)}
 
 
 def _write(slots: Slots) -> Slots:
@@ -41,11 +24,11 @@ def _write(slots: Slots) -> Slots:
 
 
 def _update(packed: Packed) -> tuple[Tensor, Slots]:
-    params, slots, e, h = packed.params, packed.slots, packed.spread, packed.hyper
-    grads = decayed(packed, ascent(packed))
+    slots, e, h = packed.slots, packed.spread, packed.hyper
+    params, grads = regularize(packed)
     momentum = h["momentum"]
     if not off(momentum):
-        slots = slots or _fresh(params, h)
+        slots = slots or SGD.fresh(params, h)
         gain = 1.0
         if not off(h["dampening"]):
             # The first gradient enters the buffer undamped, and every one while momentum is 0.
@@ -56,52 +39,39 @@ def _update(packed: Packed) -> tuple[Tensor, Slots]:
     return add_scaled(params, grads, e(-h["lr"])), slots
 
 
-def _update_each(
-    params: list[Tensor], grads: list[Tensor], hyper: Mapping[str, Any], options: Mapping[str, Any]
+def _descend(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], groups: Sequence[Group]
 ) -> list[Tensor] | None:
-    """The update without momentum; not with settings for single elements."""
-    momentum = hyper["momentum"]
-    if isinstance(momentum, Tensor) or momentum != 0:
-        return None
-    rates = _one_for_each(hyper["lr"], params)
-    decays = _one_for_each(hyper["weight_decay"], params)
-    if rates is None or decays is None:
-        return None
+    """The update without momentum: so few operations that packing would cost more."""
     new = []
-    for param, grad, lr, decay in zip(params, grads, rates, decays, strict=True):
-        if options.get("maximize", False):
+    for param, grad, group in zip(params, grads, groups, strict=True):
+        lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        if isinstance(momentum, Tensor) or momentum != 0:
+            return None
+        if grad is None:
+            new.append(param)
+            continue
+        if group.get("maximize", False):
             grad = -grad
         if isinstance(decay, Tensor) or decay != 0:
             grad = add_scaled(grad, param, decay)
-        if isinstance(lr, Tensor):
-            new.append((param + -lr * grad).to(param.dtype))
-        else:
-            new.append(torch.add(param, grad, alpha=-lr))
+        moved = param + -lr * grad if isinstance(lr, Tensor) else param.add(grad, alpha=-lr)
+        # Settings in double precision promote a parameter without dimensions.
+        new.append(moved if moved.dtype is param.dtype else moved.to(param.dtype))
     return new
-
-
-def _one_for_each(setting: Any, params: list[Tensor]) -> Sequence[Any] | None:
-    """The setting of each parameter, ``None`` if it has one for each element."""
-    if not isinstance(setting, Tensor):
-        return [setting] * len(params)
-    if not all(map(Tensor.dim, params)):
-        return None  # The setting would promote a parameter without dimensions to its own dtype.
-    if setting.dim() == 0:
-        return [setting] * len(params)
-    return setting.unbind() if setting.shape == (len(params),) else None
 
 
 SGD = Family(
     torch_class=torch.optim.SGD,
     settings={"lr": 1, "momentum": 1, "dampening": 1, "weight_decay": 1},
     options={"nesterov": False, "maximize": False},
-    fresh=_fresh,
+    buffers=("momentum_buffer",),
+    counters={"started": 0.0},
+    only_with={"momentum_buffer": "momentum", "started": "momentum"},
     read=_read,
     write=_write,
-    scalars=frozenset({"started"}),
     update=_update,
-    update_each=_update_each,
-    linear=True,
+    update_each=_descend,
 )
 
 
@@ -132,12 +102,4 @@ def sgd(
     >>> params
     [tensor([0.8000])]
     """
-    group = {
-        "lr": lr,
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-    }
-    return Rule(SGD, (group,))
+    return Rule(SGD, (locals(),))
