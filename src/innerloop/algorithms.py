@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from innerloop.backward import Implicit, Truncated
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 from innerloop.settings import Learn
 
@@ -234,77 +234,63 @@ def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
 
 
 def _no_head(head: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote anil(..., head={_format(head)}).",
-            "a part of the model that has weights, or such weights.",
-            "they are all that the inner loop adapts.",
-            "anil(model, loss, head=model.head).",
-        )
+    return refusal(
+        f"You wrote anil(..., head={_format(head)}).",
+        "a part of the model that has weights, or such weights.",
+        "they are all that the inner loop adapts.",
+        "anil(model, loss, head=model.head).",
     )
 
 
 def _carrying_loop(backward: Truncated) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave an inner loop with {backward} to multi_step_loss.",
-            "one that starts anew in each call.",
-            "the steps are taken again for each loss.",
-            f"Truncated({backward.k}).",
-        )
+    return refusal(
+        f"You gave an inner loop with {backward} to multi_step_loss.",
+        "one that starts anew in each call.",
+        "the steps are taken again for each loss.",
+        f"Truncated({backward.k}).",
     )
 
 
 def _no_weights(weights: Sequence[float]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave weights={list(weights)}.",
-            "at least one that is not 0.",
-            "the result is the weighted sum of the losses after each step.",
-            "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
-        )
+    return refusal(
+        f"You gave weights={list(weights)}.",
+        "at least one that is not 0.",
+        "the result is the weighted sum of the losses after each step.",
+        "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
     )
 
 
 def _other_number_of_weights(weights: Sequence[float], steps: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {len(weights)} weights for {steps} steps.",
-            "one for the loss after each step.",
-            "each is measured.",
-            f"weights={[round(1 / max(steps, 1), 3)] * steps}.",
-        )
+    return refusal(
+        f"You gave {len(weights)} weights for {steps} steps.",
+        "one for the loss after each step.",
+        "each is measured.",
+        f"weights={[round(1 / max(steps, 1), 3)] * steps}.",
     )
 
 
 def _no_context(context: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote cavia(..., context={context!r}).",
-            "at least one number, and a whole number of them.",
-            "the context is all that adapts.",
-            "cavia(model, loss, context=5).",
-        )
+    return refusal(
+        f"You wrote cavia(..., context={context!r}).",
+        "at least one number, and a whole number of them.",
+        "the context is all that adapts.",
+        "cavia(model, loss, context=5).",
     )
 
 
 def _model_without_weights(model: nn.Module) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave a {type(model).__name__} without weights to cavia.",
-            "a model with weights.",
-            "the outer loop learns them, and the context is of their kind.",
-            "cavia(model, loss, context=5) for a model that is called as model(x, context).",
-        )
+    return refusal(
+        f"You gave a {type(model).__name__} without weights to cavia.",
+        "a model with weights.",
+        "the outer loop learns them, and the context is of their kind.",
+        "cavia(model, loss, context=5) for a model that is called as model(x, context).",
     )
 
 
 def _option_of_method(method: str, given: str, chosen: tuple[str, ...]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {given} to {method}.",
-            f"other keywords of InnerLoop than {', '.join(chosen)}.",
-            "the method sets it itself.",
-            "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
-        )
+    return refusal(
+        f"You gave {given} to {method}.",
+        f"other keywords of InnerLoop than {', '.join(chosen)}.",
+        "the method sets it itself.",
+        "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
     )

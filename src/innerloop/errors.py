@@ -20,5 +20,10 @@ def four_part(wrote: str, needed: str, why: str, write: str) -> str:
     return f"{wrote} Needed: {needed} Why: {why} Write: {write}"
 
 
+def refusal(wrote: str, needed: str, why: str, write: str) -> InnerLoopError:
+    """An error with the message of :func:`four_part`, to be raised."""
+    return InnerLoopError(four_part(wrote, needed, why, write))
+
+
 class NotBatchableError(InnerLoopError):
     """Something that cannot be done for all tasks at once; a loop over the tasks can."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from innerloop import _tree
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.estimate.perturbation import Perturbed, perturb
 from innerloop.guard.randomness import Draws, Randomness, devices_of
 
@@ -207,13 +207,11 @@ def _as_value(found: Any) -> Tensor:
 
 
 def _wrong_value(found: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"Your function returned a {type(found).__name__}.",
-            "a number or a real tensor.",
-            "the gradient is estimated from differences between values.",
-            "return float(metric), or a tensor with one value for each task.",
-        )
+    return refusal(
+        f"Your function returned a {type(found).__name__}.",
+        "a number or a real tensor.",
+        "the gradient is estimated from differences between values.",
+        "return float(metric), or a tensor with one value for each task.",
     )
 
 
@@ -240,28 +238,22 @@ def _check_numbers(samples: Any, sigma: Any, seed: Any) -> None:
 
 def _wrong_argument(wrote: str, needed: str, why: str) -> InnerLoopError:
     write = "evolution(inner, samples=16, sigma=0.01, seed=0)."
-    return InnerLoopError(
-        four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
-    )
+    return refusal(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
 
 
 def _other_samples(saved: int, own: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You loaded the state of {saved} samples.",
-            f"that of {own} samples, as here.",
-            "each sample continues from its own state.",
-            f"evolution(..., samples={saved}).",
-        )
+    return refusal(
+        f"You loaded the state of {saved} samples.",
+        f"that of {own} samples, as here.",
+        "each sample continues from its own state.",
+        f"evolution(..., samples={saved}).",
     )
 
 
 def _changed_parameters() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You changed which parameters require grad, or their shapes, in a persistent run.",
-            "the same parameters in all calls.",
-            "the estimate needs every perturbation since the run began.",
-            "estimator.restart() after such a change.",
-        )
+    return refusal(
+        "You changed which parameters require grad, or their shapes, in a persistent run.",
+        "the same parameters in all calls.",
+        "the estimate needs every perturbation since the run began.",
+        "estimator.restart() after such a change.",
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.backward import Implicit, Truncated
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
 from innerloop.modules.tree import unwrapped
@@ -179,6 +179,4 @@ def _check(params: list[Tensor]) -> None:
 def _wrong_argument(
     wrote: str, needed: str, why: str, write: str = "evolution(inner, seed=0)."
 ) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
-    )
+    return refusal(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 STEP = "step"
 """In a state: the number of updates of each tensor. [tensors]; all else is [coordinates, ...]."""
@@ -83,22 +83,18 @@ def check_tensors(params: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _complex_weight(name: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The weight {name!r} is complex.",
-            "real weights.",
-            "a learned optimizer maps real numbers to real numbers, for each coordinate.",
-            "torch.view_as_real(weight) as the parameter.",
-        )
+    return refusal(
+        f"The weight {name!r} is complex.",
+        "real weights.",
+        "a learned optimizer maps real numbers to real numbers, for each coordinate.",
+        "torch.view_as_real(weight) as the parameter.",
     )
 
 
 def _several_devices(devices: list[str]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The weights are on {', '.join(devices)}.",
-            "weights on one device.",
-            "all of them are coordinates of one vector.",
-            "model.to(device).",
-        )
+    return refusal(
+        f"The weights are on {', '.join(devices)}.",
+        "weights on one device.",
+        "all of them are coordinates of one vector.",
+        "model.to(device).",
     )

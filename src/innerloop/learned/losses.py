@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from innerloop._numerics import full_precision, widened
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.learned.state_check import StateCheckedModule
 
 _KINDS = ("values", "classes")
@@ -89,15 +89,15 @@ class LearnedLoss(StateCheckedModule):
     ) -> None:
         super().__init__()
         if targets not in _KINDS:
-            raise InnerLoopError(_unknown_targets(targets))
+            raise _unknown_targets(targets)
         if form not in FORMS:
-            raise InnerLoopError(_unknown_form(form))
+            raise _unknown_form(form)
         hidden = [operator.index(width) for width in hidden]
         _check_counts(extras=extras, moments=moments, steps=steps)
         if moments and (targets == "classes" or not extras):
-            raise InnerLoopError(_impossible_moments(targets, extras, moments))
+            raise _impossible_moments(targets, extras, moments)
         if centered and targets != "classes":
-            raise InnerLoopError(_impossible_centering())
+            raise _impossible_centering()
         self.targets, self.form, self.extras, self.steps = targets, form, extras, steps
         self.kind = {
             "targets": targets,
@@ -123,7 +123,7 @@ class LearnedLoss(StateCheckedModule):
         """Return the loss of predictions, or of a model on a batch (x, target, *extras)."""
         if not isinstance(prediction, Tensor):
             if not isinstance(target, list | tuple) or len(target) < 2:
-                raise InnerLoopError(_not_a_batch(target))
+                raise _not_a_batch(target)
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
         prediction = widened(prediction)
@@ -152,7 +152,7 @@ class LearnedLoss(StateCheckedModule):
         They depend on the extras alone.
         """
         if self.moments is None:
-            raise InnerLoopError(_impossible_moments(self.targets, self.extras, 0))
+            raise _impossible_moments(self.targets, self.extras, 0)
         inputs, at = self._split_extras(extras)
         prediction = widened(prediction)
         return _apply_network(self.moments, self._read(prediction, at, *inputs)).to(
@@ -163,7 +163,7 @@ class LearnedLoss(StateCheckedModule):
         """Return the extras without the step, and the step as a one-hot vector. [steps]"""
         needed = self.extras + bool(self.steps)
         if len(extras) != needed:
-            raise InnerLoopError(_other_number_of_extras(needed, len(extras), bool(self.steps)))
+            raise _other_number_of_extras(needed, len(extras), bool(self.steps))
         weight = next(self.net.parameters())
         places = torch.arange(self.steps, device=weight.device)
         if not self.steps:
@@ -182,7 +182,7 @@ class LearnedLoss(StateCheckedModule):
                 right = target.long().unsqueeze(-1)
                 target = torch.zeros_like(prediction).scatter(-1, right, 1.0)
         if prediction.shape != target.shape:
-            raise InnerLoopError(_other_shape(prediction, target))
+            raise _other_shape(prediction, target)
         read = [_expand(prediction, number) for number in (prediction, target, *extras)]
         if self.form == "weighted" and right is not None:
             read = [number.gather(-1, right) for number in read]
@@ -225,7 +225,7 @@ class LearnedLoss(StateCheckedModule):
         if state != self.kind:
             known = isinstance(state, dict) and set(state) == set(self.kind)
             kind = f"LearnedLoss({_format(state)})" if known else ""
-            raise InnerLoopError(_other_settings(kind, self.extra_repr()))
+            raise _other_settings(kind, self.extra_repr())
 
     def extra_repr(self) -> str:
         return _format(self.kind)
@@ -255,16 +255,16 @@ def _expand(prediction: Tensor, number: Any) -> Tensor:
     if isinstance(number, numbers.Real):
         return torch.full_like(prediction, float(number))
     if not isinstance(number, Tensor):
-        raise InnerLoopError(_not_a_number(number))
+        raise _not_a_number(number)
     # With fewer axes [points] would be taken for the last axis of [points, points].
     pairs = zip(number.shape, prediction.shape, strict=False)
     if number.dim() != prediction.dim() or any(one not in (1, whole) for one, whole in pairs):
-        raise InnerLoopError(_other_axes(prediction, number))
+        raise _other_axes(prediction, number)
     return number.to(prediction.dtype).expand_as(prediction)
 
 
-def _unknown_targets(targets: Any) -> str:
-    return four_part(
+def _unknown_targets(targets: Any) -> InnerLoopError:
+    return refusal(
         f"You gave targets={targets!r}.",
         "'values' or 'classes'.",
         "a class number is not a point on a line.",
@@ -272,8 +272,8 @@ def _unknown_targets(targets: Any) -> str:
     )
 
 
-def _unknown_form(form: Any) -> str:
-    return four_part(
+def _unknown_form(form: Any) -> InnerLoopError:
+    return refusal(
         f"You gave form={form!r}.",
         "'free' or 'weighted'.",
         "the network computes the loss, or a weight of the ordinary one.",
@@ -281,8 +281,8 @@ def _unknown_form(form: Any) -> str:
     )
 
 
-def _other_settings(saved: str, own: str) -> str:
-    return four_part(
+def _other_settings(saved: str, own: str) -> InnerLoopError:
+    return refusal(
         f"The state is that of {saved or 'something else'}, this is LearnedLoss({own}).",
         "the same settings.",
         "a weight may fit and mean something else: the loss, or a factor of it.",
@@ -290,8 +290,8 @@ def _other_settings(saved: str, own: str) -> str:
     )
 
 
-def _no_count(name: str, count: Any) -> str:
-    return four_part(
+def _no_count(name: str, count: Any) -> InnerLoopError:
+    return refusal(
         f"You gave {name}={count!r} to LearnedLoss.",
         "a whole number, 0 or more.",
         "it is a number of inputs or outputs of the network.",
@@ -299,8 +299,8 @@ def _no_count(name: str, count: Any) -> str:
     )
 
 
-def _no_step(step: Any) -> str:
-    return four_part(
+def _no_step(step: Any) -> InnerLoopError:
+    return refusal(
         f"The step, the last of the extras, is {step!r}.",
         "a whole number from 0 on.",
         "the loss was made with steps, and distinguishes them by their number.",
@@ -308,8 +308,8 @@ def _no_step(step: Any) -> str:
     )
 
 
-def _other_shape(prediction: Tensor, target: Tensor) -> str:
-    return four_part(
+def _other_shape(prediction: Tensor, target: Tensor) -> InnerLoopError:
+    return refusal(
         f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}.",
         "the same shape; or for targets='classes' logits [..., classes] and whole numbers [...].",
         "each coordinate of a prediction is compared with one of the target.",
@@ -317,8 +317,8 @@ def _other_shape(prediction: Tensor, target: Tensor) -> str:
     )
 
 
-def _other_axes(prediction: Tensor, extra: Tensor) -> str:
-    return four_part(
+def _other_axes(prediction: Tensor, extra: Tensor) -> InnerLoopError:
+    return refusal(
         f"The prediction has shape {tuple(prediction.shape)}, an extra {tuple(extra.shape)}.",
         "as many axes, each as long or 1 long.",
         "it is clear then which number belongs to which coordinate.",
@@ -329,11 +329,11 @@ def _other_axes(prediction: Tensor, extra: Tensor) -> str:
 def _check_counts(**given: Any) -> None:
     for name, count in given.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise InnerLoopError(_no_count(name, count))
+            raise _no_count(name, count)
 
 
-def _impossible_moments(targets: str, extras: int, moments: int) -> str:
-    return four_part(
+def _impossible_moments(targets: str, extras: int, moments: int) -> InnerLoopError:
+    return refusal(
         f"You gave moments={moments} with targets={targets!r} and extras={extras}.",
         "targets='values' and at least one extra.",
         "a moment is a mean of errors, each weighted by a function of the extras.",
@@ -341,8 +341,8 @@ def _impossible_moments(targets: str, extras: int, moments: int) -> str:
     )
 
 
-def _impossible_centering() -> str:
-    return four_part(
+def _impossible_centering() -> InnerLoopError:
+    return refusal(
         "You gave centered=True with targets='values'.",
         "targets='classes'.",
         "the mean of logits carries no information, that of values is part of the prediction.",
@@ -350,9 +350,9 @@ def _impossible_centering() -> str:
     )
 
 
-def _other_number_of_extras(needed: int, found: int, step: bool) -> str:
+def _other_number_of_extras(needed: int, found: int, step: bool) -> InnerLoopError:
     last = ", the last of them the step" if step else ""
-    return four_part(
+    return refusal(
         f"The loss was called with {found} extras.",
         f"{needed}, as it was made{last}.",
         "its network has one input for each.",
@@ -360,8 +360,8 @@ def _other_number_of_extras(needed: int, found: int, step: bool) -> str:
     )
 
 
-def _not_a_number(extra: Any) -> str:
-    return four_part(
+def _not_a_number(extra: Any) -> InnerLoopError:
+    return refusal(
         f"An extra is a {type(extra).__name__}.",
         "a number, or a tensor that broadcasts to the prediction's shape.",
         "the network reads a number for each coordinate.",
@@ -369,10 +369,10 @@ def _not_a_number(extra: Any) -> str:
     )
 
 
-def _not_a_batch(batch: Any) -> str:
+def _not_a_batch(batch: Any) -> InnerLoopError:
     several = isinstance(batch, list | tuple)
     found = f"{type(batch).__name__} of {len(batch)}" if several else type(batch).__name__
-    return four_part(
+    return refusal(
         f"The batch is a {found}.",
         "(x, target), or (x, target, *extras).",
         "the model is called with the first, and the result compared with the second.",
@@ -392,7 +392,7 @@ def _step_index(step: Any, last: int) -> Tensor:
     except TypeError:
         number = -1
     if number < 0:
-        raise InnerLoopError(_no_step(step))
+        raise _no_step(step)
     return torch.tensor(min(number, last))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, four_part, refusal
 from innerloop.learned.coordinates import Coordinates
 from innerloop.learned.optimizer import LearnedOptimizer, Memory
 from innerloop.modules.functional import functional
@@ -20,13 +20,11 @@ class _RatesOfModel(LearnedOptimizer):
         super().__init__()
         found = functional(model).params
         if not found:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave a {type(model).__name__} to {type(self).__name__}.",
-                    "a model with weights.",
-                    "rates are learned for each of them.",
-                    f"{type(self).__name__}(model) for the model that is to be trained.",
-                )
+            raise refusal(
+                f"You gave a {type(model).__name__} to {type(self).__name__}.",
+                "a model with weights.",
+                "rates are learned for each of them.",
+                f"{type(self).__name__}(model) for the model that is to be trained.",
             )
         self.known = tuple(found)
         self.shapes = {name: tuple(p.shape) for name, p in found.items()}
@@ -56,13 +54,11 @@ class _RatesOfModel(LearnedOptimizer):
         elif first == 0 and given == list(self.shapes.values()):
             names = list(self.known)
         else:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave a group of {len(given)} parameters without names.",
-                    f"all {len(self.known)} parameters of the model in one group, or names.",
-                    f"{type(self).__name__} has learned something else for each of them.",
-                    "as_torch_optimizer(model.named_parameters()), or groups of such pairs.",
-                )
+            raise refusal(
+                f"You gave a group of {len(given)} parameters without names.",
+                f"all {len(self.known)} parameters of the model in one group, or names.",
+                f"{type(self).__name__} has learned something else for each of them.",
+                "as_torch_optimizer(model.named_parameters()), or groups of such pairs.",
             )
         self._check_known(dict(zip(names, given, strict=True)))
         return names
@@ -70,13 +66,11 @@ class _RatesOfModel(LearnedOptimizer):
     def _check_known(self, given: dict[str, tuple[int, ...]]) -> None:
         wrong = [n for n, shape in given.items() if self.shapes.get(n) != shape]
         if wrong:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave the weight {wrong[0]!r} of shape {given[wrong[0]]}.",
-                    "weights with the names and shapes of the model it was made for.",
-                    f"{type(self).__name__} has learned something else for each of them.",
-                    f"{type(self).__name__}(model) for this model.",
-                )
+            raise refusal(
+                f"You gave the weight {wrong[0]!r} of shape {given[wrong[0]]}.",
+                "weights with the names and shapes of the model it was made for.",
+                f"{type(self).__name__} has learned something else for each of them.",
+                f"{type(self).__name__}(model) for this model.",
             )
 
 
@@ -147,13 +141,11 @@ class LSLR(_RatesOfModel):
     def __init__(self, model: nn.Module, steps: int, lr: float = 0.01) -> None:
         super().__init__(model)
         if steps < 1:
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote LSLR(model, steps={steps}).",
-                    "at least one step.",
-                    "each step has rates of its own.",
-                    "LSLR(model, steps=5).",
-                )
+            raise refusal(
+                f"You wrote LSLR(model, steps={steps}).",
+                "at least one step.",
+                "each step has rates of its own.",
+                "LSLR(model, steps=5).",
             )
         first = next(iter(functional(model).params.values()))
         shape = steps, len(self.known)

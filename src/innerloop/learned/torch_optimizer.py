@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import full_precision
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, four_part, refusal
 from innerloop.learned.coordinates import check_tensors, join_states, split_state
 from innerloop.optim.convert import NoRule
 
@@ -132,33 +132,27 @@ def _dense_grad(name: str, param: Tensor) -> Tensor:
 
 
 def _wrong_lr(lr: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave lr={lr} to as_torch_optimizer.",
-            "a number, 0 or more.",
-            "it is a factor of every learned change.",
-            "as_torch_optimizer(params, lr=1.0), the learned update itself.",
-        )
+    return refusal(
+        f"You gave lr={lr} to as_torch_optimizer.",
+        "a number, 0 or more.",
+        "it is a factor of every learned change.",
+        "as_torch_optimizer(params, lr=1.0), the learned update itself.",
     )
 
 
 def _no_learned_state() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You loaded a state without 'learned'.",
-            "the state_dict of an optimizer made by as_torch_optimizer.",
-            "the learned parameters are a part of it.",
-            "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
-        )
+    return refusal(
+        "You loaded a state without 'learned'.",
+        "the state_dict of an optimizer made by as_torch_optimizer.",
+        "the learned parameters are a part of it.",
+        "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
     )
 
 
 def _sparse_grad(name: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The gradient of {name!r} is sparse.",
-            "dense gradients.",
-            "every coordinate has a memory, which changes at each step.",
-            "torch.nn.Embedding(..., sparse=False).",
-        )
+    return refusal(
+        f"The gradient of {name!r} is sparse.",
+        "dense gradients.",
+        "every coordinate has a memory, which changes at each step.",
+        "torch.nn.Embedding(..., sparse=False).",
     )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.models.checks import check_size
 from innerloop.models.densenet import DenseNet, DenseNetBC
 from innerloop.models.mlp import MLP
@@ -85,35 +85,29 @@ def _unknown_name(name: object) -> InnerLoopError:
     wrote = str(name).lower()
     likely = [known for known in NAMES if known.startswith(wrote)] or NAMES
     nearest = difflib.get_close_matches(wrote, likely, n=1, cutoff=0)[0]
-    return InnerLoopError(
-        four_part(
-            f"You asked for the model {name!r}.",
-            f"one of {', '.join(NAMES)}.",
-            "models are built by these names only.",
-            f"{nearest!r}.",
-        )
+    return refusal(
+        f"You asked for the model {name!r}.",
+        f"one of {', '.join(NAMES)}.",
+        "models are built by these names only.",
+        f"{nearest!r}.",
     )
 
 
 def _filters_beside_growth(name: str, filters: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave filters={filters!r} to {name}.",
-            "no filters.",
-            "the name already says how wide the model is.",
-            f"the growth rate into the name: 'densenet-bc-{filters}-100'.",
-        )
+    return refusal(
+        f"You gave filters={filters!r} to {name}.",
+        "no filters.",
+        "the name already says how wide the model is.",
+        f"the growth rate into the name: 'densenet-bc-{filters}-100'.",
     )
 
 
 def _too_large(name: str, shape: dict[str, int], count: int) -> InnerLoopError:
     given = "".join(f", {setting}={value}" for setting, value in shape.items())
     smaller = "filters=64" if "filters" in shape else "'densenet-bc-12-100'"
-    return InnerLoopError(
-        four_part(
-            f"You asked for {name}{given}, which has {count:.1e} weights.",
-            f"at most {MOST_WEIGHTS:.0e}.",
-            "weights, their gradients and the optimizer's state have to be in memory.",
-            f"smaller numbers, for example {smaller}.",
-        )
+    return refusal(
+        f"You asked for {name}{given}, which has {count:.1e} weights.",
+        f"at most {MOST_WEIGHTS:.0e}.",
+        "weights, their gradients and the optimizer's state have to be in memory.",
+        f"smaller numbers, for example {smaller}.",
     )

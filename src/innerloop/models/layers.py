@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 def conv(channels: int, out: int, kernel: int = 3) -> nn.Conv2d:
@@ -44,11 +44,9 @@ def flatten(x: Tensor, features: int) -> Tensor:
 
 
 def _other_features(found: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave images that leave {found} features for the linear layer.",
-            f"images that leave {needed}: square, of the size the model was built for.",
-            "the layer has a weight for each of them.",
-            "build(..., size=...) with the images' height and width, or a resnet, which takes any.",
-        )
+    return refusal(
+        f"You gave images that leave {found} features for the linear layer.",
+        f"images that leave {needed}: square, of the size the model was built for.",
+        "the layer has a weight for each of them.",
+        "build(..., size=...) with the images' height and width, or a resnet, which takes any.",
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.modules.exact import exact_methods, own_methods, twice_differentiable
 from innerloop.modules.functional import check_buffers
 from innerloop.modules.rebind import Rebinder
@@ -432,79 +432,64 @@ def reference_params(fmodel: nn.Module) -> list[Tensor]:
 
 
 def _wrong_number_of_weights(found: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {found} weights to a model that has {needed}.",
-            "one tensor for each parameter, in the order of model.parameters().",
-            "they are matched by position.",
-            "list(fmodel.parameters()) with some entries replaced.",
-        )
+    return refusal(
+        f"You gave {found} weights to a model that has {needed}.",
+        "one tensor for each parameter, in the order of model.parameters().",
+        "they are matched by position.",
+        "list(fmodel.parameters()) with some entries replaced.",
     )
 
 
 def _no_weights_to_call_with() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You called a patched model that has no weights.",
-            "weights for this call.",
-            "it was made by make_functional, which gives it none of its own.",
-            "fmodel(x, params=list_of_weights).",
-        )
+    return refusal(
+        "You called a patched model that has no weights.",
+        "weights for this call.",
+        "it was made by make_functional, which gives it none of its own.",
+        "fmodel(x, params=list_of_weights).",
     )
 
 
 def _no_history(what: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You asked for {what}.",
-            "a patched model that keeps its history.",
-            "track_higher_grads is False or the model has no weights yet, so only the latest "
-            "remain.",
-            "monkeypatch(model, track_higher_grads=True).",
-        )
+    return refusal(
+        f"You asked for {what}.",
+        "a patched model that keeps its history.",
+        "track_higher_grads is False or the model has no weights yet, so only the latest remain.",
+        "monkeypatch(model, track_higher_grads=True).",
     )
 
 
 def _no_such_time(time: int, count: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You asked for parameters(time={time}).",
-            f"a time from 0 to {count - 1}.",
-            f"the weights were updated {max(count - 1, 0)} times.",
-            "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
-        )
+    return refusal(
+        f"You asked for parameters(time={time}).",
+        f"a time from 0 to {count - 1}.",
+        f"the weights were updated {max(count - 1, 0)} times.",
+        "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
     )
 
 
 def _not_a_switch(value: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You set track_higher_grads to {value!r}.",
-            "True or False.",
-            "it is a switch.",
-            "fmodel.track_higher_grads = False.",
-        )
+    return refusal(
+        f"You set track_higher_grads to {value!r}.",
+        "True or False.",
+        "it is a switch.",
+        "fmodel.track_higher_grads = False.",
     )
 
 
 def _recomputed_from_outside() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "A patched model was called during a backward pass, after its weights had moved.",
-            "a recomputation that finds the weights of its own step.",
-            "torch.utils.checkpoint was given the patched model itself, which only knows the "
-            "latest weights.",
-            "torch.utils.checkpoint inside the model's forward, where this works.",
-        )
+    return refusal(
+        "A patched model was called during a backward pass, after its weights had moved.",
+        "a recomputation that finds the weights of its own step.",
+        "torch.utils.checkpoint was given the patched model itself, which only knows the "
+        "latest weights.",
+        "torch.utils.checkpoint inside the model's forward, where this works.",
     )
 
 
 def _patched_twice() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You patched a patched model.",
-            "a plain module.",
-            "a patched model already is a function of its weights.",
-            "monkeypatch(model), with the model it was made from.",
-        )
+    return refusal(
+        "You patched a patched model.",
+        "a plain module.",
+        "a patched model already is a function of its weights.",
+        "monkeypatch(model), with the model it was made from.",
     )
