@@ -26,9 +26,7 @@ class Composed(TorchFunctionMode):
 
     functions: ClassVar[dict[Any, Any]] = attention.COMPOSED
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.functions.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -91,26 +89,6 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-class _Unchanged(TorchFunctionMode):
-    """Changes nothing; but under a mode, attention layers do not take torch's path for inference.
-
-    That path has no derivative, and under ``vmap`` weights do not look as if they required one.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def _without_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        with _Unchanged():
-            return forward(*args, **kwargs)
-
-    return method
-
-
 def own_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """The methods that a user's class and its bases define, torch's own classes left out."""
     found: dict[str, Callable[..., Any]] = {}
@@ -136,7 +114,8 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """
     exact = {name: guarded(member) for name, member in own_methods(kind).items()}
     if issubclass(kind, _ATTENTION):
-        exact["forward"] = guarded(_without_fast_path(kind.forward))
+        # Under a mode, they do not take torch's path for inference, which has no derivative.
+        exact["forward"] = guarded(kind.forward)
     elif _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
     elif kind.forward in _NORMS:
@@ -151,7 +130,7 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def _is_batch_norm(kind: type[nn.Module]) -> bool:
-    """Whether this is a batch norm of torch, or a subclass with its forward."""
+    """True for a batch norm of torch, or a subclass with its forward."""
     plain = issubclass(kind, _BATCH_NORMS) and not issubclass(kind, LazyModuleMixin)
     return plain and kind.forward is nn.BatchNorm1d.forward
 

@@ -22,8 +22,15 @@ from innerloop.errors import InnerLoopError, refusal
 from innerloop.modules.exact import exact_methods, own_methods, twice_differentiable
 from innerloop.modules.functional import check_buffers
 from innerloop.modules.rebind import Rebinder
-from innerloop.modules.replica import Replicator, as_plain, derived, original
-from innerloop.modules.tree import named_parameters, parameters_of, survey, unwrapped
+from innerloop.modules.replica import (
+    References,
+    Replicator,
+    as_plain,
+    derived,
+    original,
+    set_references,
+)
+from innerloop.modules.tree import named_tensors, parameters_of, survey, unwrapped
 
 _NODE = "_innerloop"
 
@@ -35,9 +42,13 @@ class Core:
     that everything is freed with the last handle and the last graph.
     """
 
-    def __init__(self, originals: Sequence[nn.Module], track: bool) -> None:
+    def __init__(
+        self, originals: Sequence[nn.Module], buffers: dict[int, Tensor], track: bool
+    ) -> None:
         self.originals = originals
         self.index = {id(module): i for i, module in enumerate(originals)}
+        self.param_index = {id(p): i for i, p in enumerate(parameters_of(originals))}
+        self.buffers = buffers
         self.track = track
         self.weights: list[Tensor] | None = None
         self.history: list[list[Tensor]] | None = None
@@ -46,13 +57,23 @@ class Core:
         """The backward pass in which the weights moved last; -1 outside of any."""
         self.versions: dict[int, nn.Module] = {}
         self.handles: list[weakref.ref[nn.Module]] = []
-        self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
+        self.places: list[list[tuple[dict[str, Tensor | None], str]]] = [
+            [] for _ in self.param_index
+        ]
         """For each weight the dictionaries of parameters that hold it, with its names there."""
-        self.special: dict[int, dict[str, Any]] = {}
-        """Attributes that refer into the module tree, by module."""
-        self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
-        self.param_index: dict[int, int] = {}
-        self.buffers: dict[int, Tensor] = {}
+        self.special: dict[int, References] = {}
+        """By module: what refers into the module tree."""
+
+    def add(self, handle: nn.Module, references: References) -> None:
+        """Adds the handle of the next module."""
+        source, own = self.originals[len(self.handles)], vars(handle)["_parameters"]
+        vars(handle)[_NODE] = Node(self, len(self.handles))
+        if references:
+            self.special[len(self.handles)] = references
+        self.handles.append(weakref.ref(handle))
+        for name, parameter in source._parameters.items():
+            if parameter is not None:
+                self.places[self.param_index[id(parameter)]].append((own, name))
 
     def show(self, weights: list[Tensor]) -> None:
         """Make these the present weights."""
@@ -68,10 +89,12 @@ class Core:
             for owner, name in places:
                 owner[name] = weight
         self.versions.clear()
-        for i in self.special:
+        rebind = Rebinder(self._handle_of, self._tensor_of)
+        for i, references in self.special.items():
             handle = self.handles[i]()
-            if handle is not None:
-                self._rebind_special(i, vars(handle), self._handle_of)
+            if handle is not None:  # It never runs its hooks.
+                own = {at: value for at, value in references.items() if at[1] is None}
+                set_references(vars(handle), own, rebind)
 
     def record(self, weights: list[Tensor]) -> None:
         """Make these the present weights, and a point in time."""
@@ -98,19 +121,9 @@ class Core:
                 children[name] = self.version(child)
         object.__setattr__(version, "__dict__", attributes)
         if index in self.special:
-            self._rebind_special(index, attributes, self._version_of)
-        for name, key, hook in self.special_hooks.get(index, ()):
-            if key in attributes[name]:
-                attributes[name] = attributes[name].copy()
-                attributes[name][key] = Rebinder(self._version_of, self._tensor_of)(hook)
+            rebind = Rebinder(self._version_of, self._tensor_of)
+            set_references(attributes, self.special[index], rebind)
         return version
-
-    def _rebind_special(
-        self, i: int, attributes: dict[str, Any], module_of: Callable[[nn.Module], nn.Module | None]
-    ) -> None:
-        rebind = Rebinder(module_of, self._tensor_of)
-        for name, value in self.special[i].items():
-            attributes[name] = rebind(value)
 
     def _handle_of(self, module: nn.Module) -> nn.Module | None:
         index = self.index.get(id(unwrapped(module)))
@@ -170,7 +183,7 @@ class Patched(nn.Module):
 
     @property
     def track_higher_grads(self) -> bool:
-        """Whether updates stay in the graph and in the history."""
+        """True if updates stay in the graph and in the history."""
         return _core(self).track
 
     @track_higher_grads.setter
@@ -219,7 +232,7 @@ class Patched(nn.Module):
                 core.record(weights)
                 return
         core.versions.clear()
-        core.special.get(index, {}).pop(name, None)
+        core.special.get(index, {}).pop((name, None), None)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -236,10 +249,10 @@ class Patched(nn.Module):
         """Load into new weights; those of earlier steps stay as they are."""
         plain = as_module(self)
         result = plain.load_state_dict(state_dict, strict=strict, assign=assign)
-        loaded = dict(named_parameters(plain))
+        loaded = named_tensors(plain, "_parameters")
         core = _core(self)
         weights = list(core.weights or [])
-        for name, weight in named_parameters(self):
+        for name, weight in named_tensors(self, "_parameters").items():
             position = next(i for i, w in enumerate(weights) if w is weight)
             weights[position] = loaded[name].detach().requires_grad_(weight.requires_grad)
         core.record(weights)
@@ -297,17 +310,10 @@ def _run(handle: nn.Module, method: str | None, args: Any, kwargs: Any) -> Any:
     return handle if result is version else result
 
 
-@functools.cache
-def _class_takes_params(kind: type) -> bool:
-    return "params" in inspect.signature(original(kind).forward).parameters
-
-
 def _takes_params(handle: nn.Module) -> bool:
-    """Whether the model's forward has an argument of that name itself; then it is the model's."""
-    own = vars(handle).get("forward")
-    if own is None:
-        return _class_takes_params(type(handle))
-    return "params" in inspect.signature(own).parameters
+    """True if the model's forward has an argument of that name itself; then it is the model's."""
+    forward = vars(handle).get("forward") or original(type(handle)).forward
+    return "params" in inspect.signature(forward).parameters
 
 
 # Classes: one of handles and one of versions for each class of the user's. ----------------------
@@ -346,7 +352,7 @@ class Version(nn.Module):
             if handle is not None:
                 vars(handle)[name] = value
                 core, index = vars(handle)[_NODE]
-                core.special.get(index, {}).pop(name, None)
+                core.special.get(index, {}).pop((name, None), None)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -371,39 +377,21 @@ def patched(
 ) -> Any:
     """Handles for a module tree, with these initial weights; ``None`` gives it none of its own.
 
-    ``originals`` are all modules of the tree, as :func:`innerloop.modules.functional.survey`
-    returns them.
+    ``originals`` are all modules of the tree, as ``survey`` returns them.
     """
     if isinstance(originals[0], Patched):
         raise _patched_twice()
     if track and torch.is_grad_enabled():
         check_buffers(dict(originals[0].named_buffers()))
     own = parameters_of(originals)
-    start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
-    buffers = {
-        id(b): b.detach().clone().to(device)
-        for m in originals
-        for b in m._buffers.values()
-        if b is not None
-    }
-    replicator = Replicator(start, buffers)
+    start = dict(zip(map(id, own), own if weights is None else weights, strict=True))
+    shared = {id(b): b for m in originals for b in m._buffers.values() if b is not None}
+    buffers = {key: b.detach().clone().to(device) for key, b in shared.items()}
+    replicator = Replicator({**start, **buffers})
     handle = replicator.copy(originals, _handle_class)
-    core = Core(originals, track)
-    core.buffers = buffers
-    core.param_index = {id(p): i for i, p in enumerate(own)}
-    core.places = [[] for _ in own]
-    for i, source in enumerate(originals):
-        copy = replicator.copies[id(source)]
-        vars(copy)[_NODE] = Node(core, i)
-        core.handles.append(weakref.ref(copy))
-        if id(source) in replicator.special:
-            core.special[i] = replicator.special[id(source)]
-        if id(source) in replicator.special_hooks:
-            core.special_hooks[i] = replicator.special_hooks[id(source)]
-        owner = vars(copy)["_parameters"]
-        for name, parameter in source._parameters.items():
-            if parameter is not None:
-                core.places[core.param_index[id(parameter)]].append((owner, name))
+    core = Core(originals, buffers, track)
+    for source in originals:
+        core.add(replicator.copies[id(source)], replicator.special.get(id(source), {}))
     if weights is not None:
         core.record(list(weights))
     return handle

@@ -59,11 +59,6 @@ def named_tensors(root: nn.Module, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def named_parameters(root: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Each parameter once, in the order of ``root.parameters()``."""
-    return named_tensors(root, "_parameters").items()
-
-
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Each parameter of these modules once, in the order of ``root.parameters()``."""
     found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}

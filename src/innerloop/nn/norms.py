@@ -61,33 +61,23 @@ def instance_norm(
     return _by_input(functional.instance_norm, input, list(range(2, input.dim())), given)
 
 
-def _plain_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _reordered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with its arguments in the order of ``torch.batch_norm``."""
 
+    def called(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        by_input: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        return function(input, running_mean, running_var, weight, bias, by_input, momentum, eps)
 
-def _plain_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    given = weight, bias, use_input_stats, momentum, eps
-    return instance_norm(input, running_mean, running_var, *given)
+    return called
 
 
 def _by_input(function: Callable[..., Tensor], x: Tensor, over: list[int], given: Any) -> Tensor:
@@ -110,8 +100,8 @@ COMPOSED: dict[Any, Callable[..., Tensor]] = {
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     functional.batch_norm: batch_norm,
-    torch.batch_norm: _plain_batch_norm,
+    torch.batch_norm: _reordered(batch_norm),
     functional.instance_norm: instance_norm,
-    torch.instance_norm: _plain_instance_norm,
+    torch.instance_norm: _reordered(instance_norm),
 }
 """Replacements for a mode for functions of torch."""
