@@ -31,7 +31,7 @@ def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> Inner
     >>> model.weight.grad.shape
     torch.Size([1, 1])
     """
-    return InnerLoop(model, _sgd(model.parameters(), lr), loss, **options)
+    return InnerLoop(model, torch.optim.SGD(model.parameters(), lr=lr), loss, **options)
 
 
 def first_order_maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
@@ -84,7 +84,7 @@ def anil(
     adapting = [] if isinstance(found, str) else list(found)
     if not adapting:
         raise _no_head(head)
-    return InnerLoop(model, _sgd(adapting, lr), loss, **options)
+    return InnerLoop(model, torch.optim.SGD(adapting, lr=lr), loss, **options)
 
 
 def meta_sgd(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
@@ -169,7 +169,7 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     if next(model.parameters(), None) is None:
         raise _model_without_weights(model)
     start = _Context(context, model)
-    optimizer = _sgd(start.parameters(), lr)
+    optimizer = torch.optim.SGD(start.parameters(), lr=lr)
     if options.get("val_loss") is not None:
         # As for the loss: with the weights that the loop has, which are not always the model's.
         options["val_loss"] = _SharedValidation(model, options["val_loss"])
@@ -218,14 +218,6 @@ def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
     return lambda x: model(x, context)
 
 
-def _format(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)
-
-
-def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
-    return torch.optim.SGD(params, lr=lr)
-
-
 def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
     """Refuse options that the method itself sets."""
     given = [name for name in chosen if name in options]
@@ -234,8 +226,9 @@ def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
 
 
 def _no_head(head: Any) -> InnerLoopError:
+    shown = type(head).__name__ if isinstance(head, nn.Module) else repr(head)
     return refusal(
-        f"You wrote anil(..., head={_format(head)}).",
+        f"You wrote anil(..., head={shown}).",
         "a part of the model that has weights, or such weights.",
         "they are all that the inner loop adapts.",
         "anil(model, loss, head=model.head).",

@@ -88,17 +88,17 @@ class LearnedLoss(StateCheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if targets not in _KINDS:
-            raise _unknown_targets(targets)
-        if form not in FORMS:
-            raise _unknown_form(form)
-        hidden = [operator.index(width) for width in hidden]
-        _check_counts(extras=extras, moments=moments, steps=steps)
+        _check_choice("targets", targets, _KINDS)
+        _check_choice("form", form, FORMS)
+        for name, count in {"extras": extras, "moments": moments, "steps": steps}.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise _no_count(name, count)
         if moments and (targets == "classes" or not extras):
             raise _impossible_moments(targets, extras, moments)
         if centered and targets != "classes":
             raise _impossible_centering()
         self.targets, self.form, self.extras, self.steps = targets, form, extras, steps
+        hidden = [operator.index(width) for width in hidden]
         self.kind = {
             "targets": targets,
             "form": form,
@@ -153,11 +153,10 @@ class LearnedLoss(StateCheckedModule):
         """
         if self.moments is None:
             raise _impossible_moments(self.targets, self.extras, 0)
-        inputs, at = self._split_extras(extras)
         prediction = widened(prediction)
-        return _apply_network(self.moments, self._read(prediction, at, *inputs)).to(
-            prediction.dtype
-        )
+        inputs, at = self._split_extras(extras)
+        weights = _apply_network(self.moments, self._read(prediction, at, *inputs))
+        return weights.to(prediction.dtype)
 
     def _split_extras(self, extras: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
         """Return the extras without the step, and the step as a one-hot vector. [steps]"""
@@ -225,7 +224,7 @@ class LearnedLoss(StateCheckedModule):
         if state != self.kind:
             known = isinstance(state, dict) and set(state) == set(self.kind)
             kind = f"LearnedLoss({_format(state)})" if known else ""
-            raise _other_settings(kind, self.extra_repr())
+            raise _other_settings(kind or "something else", self.extra_repr())
 
     def extra_repr(self) -> str:
         return _format(self.kind)
@@ -254,39 +253,57 @@ def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:
 def _expand(prediction: Tensor, number: Any) -> Tensor:
     if isinstance(number, numbers.Real):
         return torch.full_like(prediction, float(number))
-    if not isinstance(number, Tensor):
-        raise _not_a_number(number)
     # With fewer axes [points] would be taken for the last axis of [points, points].
-    pairs = zip(number.shape, prediction.shape, strict=False)
-    if number.dim() != prediction.dim() or any(one not in (1, whole) for one, whole in pairs):
-        raise _other_axes(prediction, number)
+    if not isinstance(number, Tensor) or number.dim() != prediction.dim():
+        raise _wrong_extra(prediction, number)
+    pairs = zip(number.shape, prediction.shape, strict=True)
+    if any(own not in (1, whole) for own, whole in pairs):
+        raise _wrong_extra(prediction, number)
     return number.to(prediction.dtype).expand_as(prediction)
 
 
-def _unknown_targets(targets: Any) -> InnerLoopError:
-    return refusal(
-        f"You gave targets={targets!r}.",
-        "'values' or 'classes'.",
-        "a class number is not a point on a line.",
-        "LearnedLoss('values') for regression, LearnedLoss('classes') for logits.",
-    )
+def _check_choice(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise refusal(
+            f"You gave {name}={given!r} to LearnedLoss.",
+            f"{' or '.join(map(repr, choices))}.",
+            "it decides what the network reads, and what its output means.",
+            f"LearnedLoss({name}={choices[-1]!r}), or leave it out.",
+        )
 
 
-def _unknown_form(form: Any) -> InnerLoopError:
-    return refusal(
-        f"You gave form={form!r}.",
-        "'free' or 'weighted'.",
-        "the network computes the loss, or a weight of the ordinary one.",
-        "LearnedLoss(form='weighted') to begin with the ordinary loss.",
-    )
+def _step_index(step: Any, last: int) -> Tensor:
+    """Return the number of a step, at most the last one. []
+
+    The value of a tensor is not checked: it may be one of a batch, or on another device.
+    """
+    if isinstance(step, Tensor) and step.dim() == 0 and step.dtype in _INTEGERS:
+        return step.long().clamp(0, last)
+    try:
+        number = -1 if isinstance(step, (bool, Tensor)) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise _no_step(step)
+    return torch.tensor(min(number, last))
+
+
+def _mean_logits(logits: Tensor) -> Tensor:
+    """Average over all examples, without those in which a class is impossible. [classes]"""
+    flat = logits.reshape(-1, logits.shape[-1])
+    possible = flat != -math.inf
+    return torch.where(possible, flat, 0.0).sum(0) / possible.sum(0).clamp(min=1)
+
+
+# Refusals. --------------------------------------------------------------------------------------
 
 
 def _other_settings(saved: str, own: str) -> InnerLoopError:
     return refusal(
-        f"The state is that of {saved or 'something else'}, this is LearnedLoss({own}).",
+        f"The state is that of {saved}, this is LearnedLoss({own}).",
         "the same settings.",
         "a weight may fit and mean something else: the loss, or a factor of it.",
-        f"{saved or 'the module that was saved'}, then load_state_dict.",
+        "LearnedLoss with the settings that were saved, then load_state_dict.",
     )
 
 
@@ -317,19 +334,15 @@ def _other_shape(prediction: Tensor, target: Tensor) -> InnerLoopError:
     )
 
 
-def _other_axes(prediction: Tensor, extra: Tensor) -> InnerLoopError:
+def _wrong_extra(prediction: Tensor, extra: Any) -> InnerLoopError:
+    shape = f" of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else ""
     return refusal(
-        f"The prediction has shape {tuple(prediction.shape)}, an extra {tuple(extra.shape)}.",
-        "as many axes, each as long or 1 long.",
+        f"An extra is a {type(extra).__name__}{shape}, for a prediction of shape "
+        f"{tuple(prediction.shape)}.",
+        "a number, or a tensor with as many axes, each as long or 1 long.",
         "it is clear then which number belongs to which coordinate.",
         "extra.unsqueeze(-1) for one number per example.",
     )
-
-
-def _check_counts(**given: Any) -> None:
-    for name, count in given.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise _no_count(name, count)
 
 
 def _impossible_moments(targets: str, extras: int, moments: int) -> InnerLoopError:
@@ -360,44 +373,11 @@ def _other_number_of_extras(needed: int, found: int, step: bool) -> InnerLoopErr
     )
 
 
-def _not_a_number(extra: Any) -> InnerLoopError:
-    return refusal(
-        f"An extra is a {type(extra).__name__}.",
-        "a number, or a tensor that broadcasts to the prediction's shape.",
-        "the network reads a number for each coordinate.",
-        "a float, or a tensor with as many axes as the prediction.",
-    )
-
-
 def _not_a_batch(batch: Any) -> InnerLoopError:
-    several = isinstance(batch, list | tuple)
-    found = f"{type(batch).__name__} of {len(batch)}" if several else type(batch).__name__
+    count = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
     return refusal(
-        f"The batch is a {found}.",
+        f"The batch is a {type(batch).__name__}{count}.",
         "(x, target), or (x, target, *extras).",
         "the model is called with the first, and the result compared with the second.",
         "criterion(model, (x, target)).",
     )
-
-
-def _step_index(step: Any, last: int) -> Tensor:
-    """Return the number of a step, at most the last one. []
-
-    The value of a tensor is not checked: it may be one of a batch, or on another device.
-    """
-    if isinstance(step, Tensor) and step.dim() == 0 and step.dtype in _INTEGERS:
-        return step.long().clamp(0, last)
-    try:
-        number = -1 if isinstance(step, (bool, Tensor)) else operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise _no_step(step)
-    return torch.tensor(min(number, last))
-
-
-def _mean_logits(logits: Tensor) -> Tensor:
-    """Average over all examples, without those in which a class is impossible. [classes]"""
-    flat = logits.reshape(-1, logits.shape[-1])
-    possible = flat != -math.inf
-    return torch.where(possible, flat, 0.0).sum(0) / possible.sum(0).clamp(min=1)

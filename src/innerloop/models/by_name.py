@@ -14,10 +14,19 @@ from innerloop.errors import InnerLoopError, refusal
 from innerloop.models.checks import check_size
 from innerloop.models.densenet import DenseNet, DenseNetBC
 from innerloop.models.mlp import MLP
-from innerloop.models.resnet import BLOCKS, ResNet
+from innerloop.models.resnet import ResNet
 from innerloop.models.vgg import VGG
 
-NAMES = ("vgg", "resnet-4", "resnet-8", "resnet-12", "densenet-8", "densenet-bc-12-100", "mlp")
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vgg": VGG,
+    "resnet-4": partial(ResNet, layers=1),
+    "resnet-8": partial(ResNet, layers=2),
+    "resnet-12": partial(ResNet, layers=3),
+    "densenet-8": DenseNet,
+    "densenet-bc-12-100": DenseNetBC,
+    "mlp": MLP,
+}
+NAMES = tuple(_MODELS)
 MOST_WEIGHTS = 10**8  # DenseNet-BC(40, 190), the largest of Huang et al., has 26 million
 
 _GROWTH_AND_DEPTH = re.compile(r"densenet-bc-([0-9]{1,6})-([0-9]{1,6})")
@@ -58,7 +67,7 @@ def build(
 def check(name: str) -> None:
     """Refuse an unknown name, and a DenseNet-BC that cannot be built, before any work."""
     constructor = _constructor(name)
-    if isinstance(name, str) and _GROWTH_AND_DEPTH.fullmatch(name):
+    if _GROWTH_AND_DEPTH.fullmatch(name):
         _check_weights(name, constructor, {})
 
 
@@ -66,11 +75,9 @@ def _constructor(name: str) -> Callable[..., nn.Module]:
     if growth_and_depth := _GROWTH_AND_DEPTH.fullmatch(str(name)):
         growth, depth = map(int, growth_and_depth.groups())
         return partial(DenseNetBC, growth, depth)
-    if name not in NAMES:
+    if str(name) not in NAMES:
         raise _unknown_name(name)
-    if name.startswith("resnet-"):
-        return partial(ResNet, layers=int(name.removeprefix("resnet-")) // BLOCKS)
-    return {"vgg": VGG, "densenet-8": DenseNet, "mlp": MLP}[name]
+    return _MODELS[name]
 
 
 def _check_weights(name: str, build: Callable[[], nn.Module], shape: dict[str, int]) -> None:

@@ -30,11 +30,6 @@ def initialize_he(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def average(x: Tensor) -> Tensor:
-    """Average over height and width. [batch, channel, height, width] -> [batch, channel]"""
-    return x.mean((2, 3))
-
-
 def flatten(x: Tensor, features: int) -> Tensor:
     """Flatten each image to a row; refuse images that leave another number of features."""
     rows = x.flatten(1)
