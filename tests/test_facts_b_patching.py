@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import types
 import warnings
 
 import pytest
@@ -14,6 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import innerloop as il
+from modules import KINDS
 from problems import (
     Net,
     assert_exact_unroll,
@@ -24,15 +24,12 @@ from problems import (
     trained,
     unrolled,
 )
+from test_fmodel import fresh_weights
 
 
 def weights_of(module, flat_list):
     """The list that a patched model holds, by the module's names."""
     return dict(zip(dict(module.named_parameters()), flat_list, strict=True))
-
-
-def fresh_weights(module):
-    return [torch.randn_like(p).requires_grad_() for p in module.parameters()]
 
 
 class Called:
@@ -73,140 +70,53 @@ def assert_exact_unroll_with_buffers(model, loss, steps):
     assert relative_error(flat(grads), flat(expected_grads)) < 1e-12
 
 
-# B1: instance-level forward
+# B1, B2, B6, B9: instance-level forwards, attributes of submodules, hooks, missing modules
+
+KINDS_OF_DEFECTS = {
+    "b01": [f"forward_{how}" for how in ("method", "partial", "wrapped_partial", "closure")],
+    "b02": ["tied", "multihead", "lists_and_dicts"],
+    "b06": [
+        *("hooks_bound_methods", "hooks_keywords", "hooks_closure", "hooks_callable_object"),
+        *("hook_weight_norm", "hook_spectral_norm_eval"),
+    ],
+    "b09": ["none_parts", "lazy_after_first_call"],
+}
 
 
-class Doubled(Net):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def by_partial(module):
-    def new_forward(module, *args, **kwargs):
-        return 2 * module._old_forward(*args, **kwargs)
-
-    module._old_forward = module.forward
-    module.forward = functools.partial(new_forward, module)
-
-
-def by_wrapped_partial(module):
-    by_partial(module)
-    module.forward = functools.update_wrapper(module.forward, module._old_forward)
-
-
-def by_bound_method(module):
-    module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
-
-
-def by_closure(module):
-    old_forward = module.forward
-    module.forward = lambda *args, **kwargs: 2 * old_forward(*args, **kwargs)
-
-
-INSTANCE_FORWARDS = [by_partial, by_wrapped_partial, by_bound_method, by_closure]
-
-
-def assert_same_meta_gradient(model, twin, loss):
-    """`model` behaves as `twin`, which does the same in ordinary torch."""
-    value, weights = unrolled(model, sgd, loss)
-    expected_value, expected_weights = trained(twin, sgd, loss)
-    assert relative_error(value, expected_value) < 1e-12
-    assert relative_error(weights, expected_weights) < 1e-12
-    grads = torch.autograd.grad(value, list(model.parameters()))
-    twin_grads = torch.autograd.grad(unrolled(twin, sgd, loss)[0], list(twin.parameters()))
-    assert relative_error(flat(grads), flat(twin_grads)) < 1e-12
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_of_the_root(set_forward):
-    twin = Doubled()
-    model = Net()
-    model.load_state_dict(twin.state_dict())
-    set_forward(model)
-    loss = regression()
-    assert_exact_unroll(twin, loss)
-    assert_same_meta_gradient(model, twin, loss)
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_of_a_submodule(set_forward):
-    twin = nn.Sequential(Doubled(), nn.Tanh())
-    model = nn.Sequential(Net(), nn.Tanh())
-    model.load_state_dict(twin.state_dict())
-    set_forward(model[0])
-    assert_same_meta_gradient(model, twin, regression())
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_stays_on_the_original(set_forward):
-    model, x = Net(), torch.randn(4, 2)
-    expected = 2 * model(x)
-    set_forward(model)
-    fmodel = il.monkeypatch(model)
-    fmodel.update_params([torch.zeros_like(p) for p in model.parameters()])
-    assert torch.equal(fmodel(x), torch.zeros(4, 1))
-    assert torch.equal(model(x), expected)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, id=f"{b}-{n}") for b, names in KINDS_OF_DEFECTS.items() for n in names],
+)
+def test_an_unroll_of_a_module_that_higher_has_wrong(name):
+    """See test_functional for the values and second derivatives of all kinds of modules."""
+    kind = KINDS[name]
+    args = kind.args()
+    assert_exact_unroll(kind.make(), lambda m: m(*args, **kind.kwargs).square().mean())
 
 
 # B2: params= and fast_params= reach attributes of submodules
 
 
-class TiedHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(4, 3)
-
-    def forward(self, tokens):
-        hidden = F.one_hot(tokens, 4).to(self.embed.weight) @ self.embed.weight
-        return F.linear(torch.tanh(hidden), self.embed.weight)
+readers = pytest.mark.parametrize("name", KINDS_OF_DEFECTS["b02"])
 
 
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Listed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.randn(2, 2)) for _ in range(2))
-        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(2))})
-
-    def forward(self, x):
-        for weight in self.layers:
-            x = torch.tanh(x @ weight + self.named["bias"])
-        return x
-
-
-READERS = [
-    pytest.param(TiedHead, lambda: torch.tensor([0, 1, 1, 3]), id="tied_head"),
-    pytest.param(SelfAttention, lambda: torch.randn(2, 3, 4), id="attention_out_proj"),
-    pytest.param(Listed, lambda: torch.randn(5, 2), id="parameter_list"),
-]
-
-
-@pytest.mark.parametrize(("make", "inputs"), READERS)
-def test_b02_params_keyword_reaches_submodule_attributes(make, inputs):
-    model, x = make(), inputs()
+@readers
+def test_b02_params_keyword_reaches_submodule_attributes(name):
+    model, (x,) = KINDS[name].make(), KINDS[name].args()
     weights = fresh_weights(model)
     output = il.monkeypatch(model)(x, params=weights)
     expected = functional_call(model, weights_of(model, weights), (x,))
     assert relative_error(output, expected) < 1e-12
-    grads = torch.autograd.grad(output.square().sum(), weights)
-    assert (
-        relative_error(flat(grads), flat(torch.autograd.grad(expected.square().sum(), weights)))
-        < 1e-12
+    grads, expected_grads = (
+        flat(torch.autograd.grad(y.square().sum(), weights)) for y in (output, expected)
     )
+    assert relative_error(grads, expected_grads) < 1e-12
 
 
-@pytest.mark.parametrize(("make", "inputs"), READERS)
+@readers
 @pytest.mark.parametrize("track", [True, False])
-def test_b02_fast_params_setter_reaches_submodule_attributes(make, inputs, track):
-    model, x = make(), inputs()
+def test_b02_fast_params_setter_reaches_submodule_attributes(name, track):
+    model, (x,) = KINDS[name].make(), KINDS[name].args()
     weights = fresh_weights(model)
     fmodel = il.monkeypatch(model, track_higher_grads=track)
     fmodel.fast_params = weights
@@ -382,56 +292,7 @@ def test_b05_switching_on_again_tracks_from_there():
     assert relative_error(flat(fmodel.parameters()), trained(model, sgd, loss, 5)[1]) < 1e-12
 
 
-# B6: hooks
-
-
-def test_b06_forward_hook_is_kept():
-    model = Net()
-    model.first.register_forward_hook(lambda module, args, output: output * 3)
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_forward_pre_hook_is_kept():
-    model = Net()
-    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hooks_with_keywords_are_kept():
-    class Scaled(Net):
-        def forward(self, x, *, scale=1.0):
-            return super().forward(x) * scale
-
-    model = Scaled()
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {"scale": 3.0}), with_kwargs=True
-    )
-    model.register_forward_hook(
-        lambda module, args, kwargs, output: output * kwargs["scale"], with_kwargs=True
-    )
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_a_hook_is_given_the_module_with_the_new_weights():
-    model = Net()
-    model.first.register_forward_hook(lambda module, args, output: output + module.weight.sum())
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hook_based_weight_norm_has_exact_gradients():
-    model = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model.first)
-    assert {"first.weight_g", "first.weight_v"} <= dict(model.named_parameters()).keys()
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hook_based_spectral_norm_has_exact_gradients_with_fixed_vectors():
-    model = Net()
-    nn.utils.spectral_norm(model.first)
-    model.eval()
-    assert_exact_unroll(model, regression())
+# B6: a hook that writes
 
 
 def test_b06_hook_based_spectral_norm_iterates_in_the_copy_only():
@@ -594,28 +455,6 @@ def test_b09_submodule_calls_under_a_sequential_root():
     assert_exact_unroll(model, lambda m: loss(lambda x: m[2](m[1](m[0](x)))), steps=3)
 
 
-def test_b09_none_submodules():
-    class Optional(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_module("shortcut", None)
-            self.extra = nn.Linear(1, 1)
-            self.extra = None
-
-        def forward(self, x):
-            y = super().forward(x)
-            return y if self.shortcut is None and self.extra is None else self.shortcut(y)
-
-    assert_exact_unroll(Optional(), regression())
-
-
-def test_b09_lazy_modules_after_their_first_call():
-    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.LazyLinear(1))
-    loss = regression()
-    loss(model)
-    assert_exact_unroll(model, loss)
-
-
 def test_b09_lazy_modules_before_their_first_call_are_refused():
     model = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 1))
     with pytest.raises(il.InnerLoopError, match=r"(?i)lazy|uninitialized"):
@@ -623,27 +462,6 @@ def test_b09_lazy_modules_before_their_first_call_are_refused():
     loss = regression()
     loss(model)
     assert_exact_unroll(model, loss)
-
-
-@pytest.mark.parametrize("what", ["root", "submodule", "in_place"])
-def test_b09_compiled_modules(what):
-    loss = regression()
-    plain = Net()
-    model = copy.deepcopy(plain)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit")  # the import of torch's compiler
-        if what == "root":
-            model = torch.compile(model)
-        elif what == "submodule":
-            model.first = torch.compile(model.first)
-        else:
-            model.compile()
-    value, weights = unrolled(model, sgd, loss)
-    expected_value, expected_weights = unrolled(plain, sgd, loss)
-    assert relative_error(weights, expected_weights) < 1e-12
-    grads = torch.autograd.grad(value, list(model.parameters()))
-    expected = torch.autograd.grad(expected_value, list(plain.parameters()))
-    assert relative_error(flat(grads), flat(expected)) < 1e-12
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, torch.jit.trace])
