@@ -14,7 +14,7 @@ from innerloop.backward import Implicit, Truncated
 from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
-from innerloop.modules.tree import unwrapped
+from innerloop.modules.tree import unwrap
 
 At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
 """Maps values of the parameters, a state, args and kwargs to the value and the next state."""
@@ -53,7 +53,7 @@ def perturb(function: Any, params: Any, persistent: bool) -> Perturbed:
             "the wrapper averages gradients that a backward pass makes, and there is none",
             "evolution(wrapper.module, ...), and torch.distributed.all_reduce over the gradients.",
         )
-    module = unwrapped(function)
+    module = unwrap(function)
     if isinstance(module, InnerLoop):
         return Perturbed(type(module).__name__, partial(_of_loop, module, persistent), True)
     return Perturbed(type(module).__name__, partial(_of_module, module, call))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from innerloop.modules import refusals
 from innerloop.modules.replica import Template
-from innerloop.modules.tree import named_tensors, survey, unwrapped
+from innerloop.modules.tree import named_tensors, survey, unwrap
 
 
 class Functional:
@@ -22,7 +22,7 @@ class Functional:
 
     def __init__(self, module: nn.Module) -> None:
         survey(module)
-        self.module = unwrapped(module)
+        self.module = unwrap(module)
 
     @property
     def params(self) -> dict[str, Tensor]:

@@ -26,11 +26,11 @@ from innerloop.modules.replica import (
     References,
     Replicator,
     as_plain,
-    derived,
+    derive_class,
     original,
     set_references,
 )
-from innerloop.modules.tree import named_tensors, parameters_of, survey, unwrapped
+from innerloop.modules.tree import named_tensors, parameters_of, survey, unwrap
 
 _NODE = "_innerloop"
 
@@ -89,12 +89,11 @@ class Core:
             for owner, name in places:
                 owner[name] = weight
         self.versions.clear()
-        rebind = Rebinder(self._handle_of, self._tensor_of)
         for i, references in self.special.items():
             handle = self.handles[i]()
             if handle is not None:  # It never runs its hooks.
                 own = {at: value for at, value in references.items() if at[1] is None}
-                set_references(vars(handle), own, rebind)
+                set_references(vars(handle), own, Rebinder(self._handle_of, self._tensor_of))
 
     def record(self, weights: list[Tensor]) -> None:
         """Make these the present weights, and a point in time."""
@@ -126,7 +125,7 @@ class Core:
         return version
 
     def _handle_of(self, module: nn.Module) -> nn.Module | None:
-        index = self.index.get(id(unwrapped(module)))
+        index = self.index.get(id(unwrap(module)))
         return None if index is None else self.handles[index]()
 
     def _version_of(self, module: nn.Module) -> nn.Module | None:
@@ -273,10 +272,10 @@ class Patched(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (as_module(self), _core(self).track)
+        return _restore, (as_module(self), _core(self).track)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = _restored(as_module(self), _core(self).track)
+        copied = _restore(as_module(self), _core(self).track)
         memo[id(self)] = copied
         return copied
 
@@ -323,7 +322,7 @@ def _takes_params(handle: nn.Module) -> bool:
 def _handle_class(kind: type[nn.Module]) -> type[nn.Module]:
     ours = vars(Patched)
     methods = {n: _on_version(n, m) for n, m in own_methods(kind).items() if n not in ours}
-    return derived(kind, Patched, methods)
+    return derive_class(kind, Patched, methods)
 
 
 def _on_version(name: str, member: Any) -> Any:
@@ -363,13 +362,13 @@ class Version(nn.Module):
 
 @functools.cache
 def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return derived(original(kind), Version, exact_methods(original(kind)))
+    return derive_class(original(kind), Version, exact_methods(original(kind)))
 
 
 # Patching a module, and the way back. -----------------------------------------------------------
 
 
-def patched(
+def patch_module(
     originals: Sequence[nn.Module],
     weights: Sequence[Tensor] | None,
     device: torch.device | str | None = None,
@@ -405,10 +404,10 @@ def as_module(handle: nn.Module) -> nn.Module:
     return plain
 
 
-def _restored(module: nn.Module, track: bool) -> Any:
+def _restore(module: nn.Module, track: bool) -> Any:
     originals = survey(module)
     weights = [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters_of(originals)]
-    return patched(originals, weights, track=track)
+    return patch_module(originals, weights, track=track)
 
 
 def reference_params(fmodel: nn.Module) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from innerloop.modules import refusals
 from innerloop.modules.exact import exact_methods
 from innerloop.modules.rebind import PLAIN, Rebinder
-from innerloop.modules.tree import named_tensors, survey, unwrapped
+from innerloop.modules.tree import named_tensors, survey, unwrap
 
 _BASE = nn.Module()
 _HOOKS = tuple(name for name, value in vars(_BASE).items() if isinstance(value, OrderedDict))
@@ -131,7 +131,7 @@ class Template:
         tensors.update(zip(map(id, self.buffers.values()), values, strict=False))
 
         def copy_of(module: nn.Module) -> nn.Module | None:
-            index = self._index.get(id(unwrapped(module)))
+            index = self._index.get(id(unwrap(module)))
             return None if index is None else copies[index]
 
         rebind = Rebinder(copy_of, tensors.get)
@@ -203,7 +203,7 @@ class Replicator:
         return self.copies[id(sources[0])]
 
     def _copy_of(self, module: nn.Module) -> nn.Module | None:
-        return self.copies.get(id(unwrapped(module)))
+        return self.copies.get(id(unwrap(module)))
 
     def _fill(self, source: nn.Module, target: nn.Module, rebind: Rebinder) -> None:
         attributes = dict(vars(source))
@@ -214,7 +214,7 @@ class Replicator:
                 for name, tensor in attributes[kind].items()
             }
         attributes["_modules"] = {
-            name: None if child is None else copies[id(unwrapped(child))]
+            name: None if child is None else copies[id(unwrap(child))]
             for name, child in attributes["_modules"].items()
         }
         attributes["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
@@ -258,10 +258,10 @@ def exact_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, Exact):
         return kind
     methods = exact_methods(kind)
-    return derived(kind, Exact, methods) if methods else kind
+    return derive_class(kind, Exact, methods) if methods else kind
 
 
-def derived(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
+def derive_class(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
     """A class that passes for ``kind``, with a mixin before it."""
     body = {**namespace, "__module__": kind.__module__, "_innerloop_original": original(kind)}
     return types.new_class(kind.__name__, (mixin, kind), {}, lambda space: space.update(body))

@@ -111,13 +111,13 @@ class _ForTasks(torch.autograd.Function):
             if in_dims[0] is None
             else x.movedim(in_dims[0], 1)
         )
-        each = [_joined(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
+        each = [_join_tasks(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
         weight, bias, mean, variance = each
         y = batch_norm(x.flatten(1, 2), weight, bias, mean, variance, *args[4:])
         return y.unflatten(1, (tasks, -1)), 1
 
 
-def _joined(value: Tensor | None, dim: int | None, tasks: int) -> Tensor | None:
+def _join_tasks(value: Tensor | None, dim: int | None, tasks: int) -> Tensor | None:
     """Per-channel values of all tasks, one task after another. [tasks * channels]"""
     if value is None:
         return None
@@ -228,7 +228,7 @@ def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
     if updates and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:
-            return _averaged(module, x)
+            return _average_statistics(module, x)
     tracked = updates or not module.training
     return batch_norm(
         x,
@@ -241,7 +241,7 @@ def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
     )
 
 
-def _averaged(module: _BatchNorm, x: Tensor) -> Tensor:
+def _average_statistics(module: _BatchNorm, x: Tensor) -> Tensor:
     """Running statistics as plain averages; the count of batches stays on its device."""
     assert module.num_batches_tracked is not None
     share = 1.0 / module.num_batches_tracked
