@@ -374,7 +374,7 @@ def test_cavia_is_judged_with_the_weights_that_the_loop_has() -> None:
     torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)
 
 
-def test_multi_step_losses_that_cannot_be() -> None:
+def test_impossible_multi_step_losses_are_refused() -> None:
     carrying = algorithms.maml(net(), loss, backward=il.Truncated(5, carry=True))
     with pytest.raises(InnerLoopError, match="starts anew"):
         algorithms.multi_step_loss(carrying, TRAIN, VAL, [0.5, 0.5, 1.0])

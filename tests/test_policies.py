@@ -298,17 +298,23 @@ def test_a_baseline_after_the_end_does_not_count():
     assert value.isfinite() and found.isfinite().all()
 
 
-def test_a_policy_has_a_spread():
-    for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(InnerLoopError, match="above 0"):
-            policies.Gaussian(2, 1, std=std)
-
-
-def test_unlike_shapes_are_refused():
-    with pytest.raises(InnerLoopError, match=r"\(4, 3, 2\).*rewards of shape \(4, 3\)"):
-        dice(torch.zeros(4, 3, 2), torch.zeros(4, 3))
-    with pytest.raises(InnerLoopError, match="baseline"):
-        dice(torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(4))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: policies.Gaussian(2, 1, std=0.0), "above 0"),
+        (lambda: policies.Gaussian(2, 1, std=-1.0), "above 0"),
+        (lambda: policies.Gaussian(2, 1, std=math.nan), "above 0"),
+        (
+            lambda: dice(torch.zeros(4, 3, 2), torch.zeros(4, 3)),
+            r"\(4, 3, 2\).*rewards of shape \(4, 3\)",
+        ),
+        (lambda: dice(torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(4)), "baseline"),
+        (lambda: linear_baseline(torch.zeros(1, 3, 2), torch.zeros(1, 3)), "at least 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(InnerLoopError, match=message):
+        call()
 
 
 # The baseline. --------------------------------------------------------------------------------
@@ -336,11 +342,6 @@ def test_dead_time_has_no_part_in_the_fit():
     nowhere = torch.where(alive.unsqueeze(-1), observations, math.nan)
     guess = linear_baseline(nowhere, torch.where(alive, returns, math.nan), alive)
     torch.testing.assert_close(guess[alive], found[0][alive])
-
-
-def test_a_baseline_from_one_episode_is_refused():
-    with pytest.raises(InnerLoopError, match="at least 2"):
-        linear_baseline(torch.zeros(1, 3, 2), torch.zeros(1, 3))
 
 
 def test_the_baseline_lowers_the_variance_of_first_and_second_derivatives():
