@@ -8,6 +8,7 @@ optimizer, and ``inner.adapt(train)`` is the adapted model. ``options`` are thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     optimizer = torch.optim.SGD(start.parameters(), lr=lr)
     if options.get("val_loss") is not None:
         # As for the loss: with the weights that the loop has, which are not always the model's.
-        options["val_loss"] = _SharedValidation(model, options["val_loss"])
+        options["val_loss"] = partial(_loss_with_context, model, options["val_loss"])
     return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
 
 
@@ -201,21 +202,11 @@ class _Shared(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, adapting: _Context, batch: Any) -> Any:
-        return self.loss(_with_context(self.model, adapting.context), batch)
+        return _loss_with_context(self.model, self.loss, adapting, batch)
 
 
-class _SharedValidation:
-    """The validation loss with the shared model, without parameters of its own."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self.model, self.loss = model, loss
-
-    def __call__(self, adapted: Any, batch: Any) -> Any:
-        return self.loss(_with_context(self.model, adapted.context), batch)
-
-
-def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
-    return lambda x: model(x, context)
+def _loss_with_context(model: nn.Module, loss: Loss, adapting: Any, batch: Any) -> Any:
+    return loss(lambda x: model(x, adapting.context), batch)
 
 
 def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:

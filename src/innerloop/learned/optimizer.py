@@ -13,7 +13,7 @@ from innerloop.errors import InnerLoopError, refusal
 from innerloop.learned.coordinates import (
     STEP,
     Coordinates,
-    check_tensors,
+    check_real,
     from_vector,
     join_states,
     split_state,
@@ -116,7 +116,7 @@ class LearnedOptimizer(StateCheckedModule, abc.ABC):
 
     def init(self, params: Mapping[str, Tensor]) -> Memory:
         """Return the state before the first step."""
-        check_tensors(list(params.items()))
+        check_real(params)
         return join_states([self.start_state(p) for p in params.values()]) if params else {}
 
     def update(

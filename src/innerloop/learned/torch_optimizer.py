@@ -12,7 +12,7 @@ from torch import Tensor
 
 from innerloop._numerics import full_precision
 from innerloop.errors import InnerLoopError, four_part, refusal
-from innerloop.learned.coordinates import check_tensors, join_states, split_state
+from innerloop.learned.coordinates import check_real, join_states, split_state
 from innerloop.optim.convert import NoRule
 
 _LEARNED = "learned"
@@ -50,8 +50,7 @@ class TorchOptimizer(NoRule):
             raise _wrong_lr(group["lr"])
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = self.learned.names_of(group, first)
-        others = [p for g in self.param_groups for p in g["params"]][:first]
-        check_tensors([*zip(names, group["params"], strict=True), *(("", p) for p in others)])
+        check_real(dict(zip(names, group["params"], strict=True)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -76,12 +75,15 @@ class TorchOptimizer(NoRule):
             found += [(name, p, group["lr"]) for name, p in named if p.grad is not None]
         return found
 
-    def _move(self, names: tuple[str, ...], params: tuple[Tensor, ...], rates: Any) -> None:
+    def _move(self, names: tuple[str, ...], params: tuple[Any, ...], rates: Any) -> None:
         learned = self.learned.to(params[0].device)
+        grads = [p.grad for p in params]
+        for name, grad in zip(names, grads, strict=True):
+            if grad.is_sparse:
+                raise _sparse_grad(name)
         for p in params:
             if p not in self.state:
                 self.state[p] = learned.start_state(p)
-        grads = [_dense_grad(name, p) for name, p in zip(names, params, strict=True)]
         state = join_states([self.state[p] for p in params])
         changes, state = learned.changes(names, params, grads, state)
         parts = split_state(state, [p.numel() for p in params])
@@ -121,14 +123,6 @@ class TorchOptimizer(NoRule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), _LEARNED: self.learned}
-
-
-def _dense_grad(name: str, param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse:
-        raise _sparse_grad(name)
-    return grad
 
 
 def _wrong_lr(lr: Any) -> InnerLoopError:

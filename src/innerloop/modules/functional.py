@@ -44,9 +44,10 @@ class Functional:
         Buffers not given are copies of the module's own; those given are copied too, so what the
         forward does to them stays in the replica. Read them with ``replica.named_buffers()``.
         """
+        template = Template(self.module)
         if torch.is_grad_enabled():
-            check_buffers({**self.buffers, **(buffers or {})})
-        return Template(self.module).bind(params, buffers)
+            check_buffers({**template.buffers, **(buffers or {})})
+        return template.bind(params, buffers)
 
     def template(self) -> Template:
         """The module as it is now, to be bound to weights many times."""
