@@ -92,7 +92,7 @@ class MetaSGD(_RatesOfModel):
     The rates are one vector, so the update has a direction of its own, not only a size.
 
     Args:
-        model: the model it is for; its weights are told apart by their names.
+        model: the model it is for; its weights are identified by name.
         lr: the initial value of all rates.
 
     Z. Li et al. Meta-SGD: Learning to learn quickly for few-shot learning. 2017.
@@ -121,7 +121,7 @@ class LSLR(_RatesOfModel):
     Later steps use the rates of the last one.
 
     Args:
-        model: the model it is for; its weights are told apart by their names.
+        model: the model it is for; its weights are identified by name.
         steps: the number of steps with rates of their own.
         lr: the initial value of all rates.
 

@@ -120,7 +120,7 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     elif _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
     elif kind.forward in _NORMS:
-        exact["forward"] = _composed_if_transformed(kind.forward)
+        exact["forward"] = _compose_if_transformed(kind.forward)
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
     elif kind is nn.Embedding:
@@ -136,7 +136,7 @@ def _is_batch_norm(kind: type[nn.Module]) -> bool:
     return plain and kind.forward is nn.BatchNorm1d.forward
 
 
-def _composed_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compose_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A norm's forward whose derivatives are right under ``torch.func`` and in forward mode."""
 
     def method(self: nn.Module, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Rebinder:
         if type(value) in PLAIN:
             return value
         if isinstance(value, nn.Module):
-            return self._mapped(value, self.module_of(value))
+            return self._exchange(value, self.module_of(value))
         if id(value) in self.seen:
             _, new, special = self.seen[id(value)]
             self.special |= special
@@ -58,14 +58,14 @@ class Rebinder:
                 new = value if value.requires_grad else value.detach().clone()
                 self.seen[id(value)] = (value, new, False)
                 return new
-            return self._mapped(value, new)
+            return self._exchange(value, new)
         outer, self.special = self.special, False
         new = self._compound(value)
         self.seen[id(value)] = (value, new, self.special)
         self.special |= outer
         return new
 
-    def _mapped(self, old: Any, new: Any) -> Any:
+    def _exchange(self, old: Any, new: Any) -> Any:
         if new is None:
             return old
         self.special = True

@@ -34,12 +34,12 @@ def batch_norm(
     if torch.compiler.is_compiling() or (
         mapped and not any(t is not None and is_batchedtensor(t) for t in given)
     ):
-        return _composed(*given, momentum, eps)
+        return _compose(*given, momentum, eps)
     function = _ForTasks if mapped else _Forward
     return function.apply(*given, momentum, eps)  # type: ignore[return-value]
 
 
-def _composed(
+def _compose(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -221,7 +221,7 @@ def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
         if is_transformed() and x.dtype in _MEASURED:
             if updates:
                 _BatchNorm.forward(module, x.detach())
-            return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
+            return _compose(x, module.weight, module.bias, None, None, 0.0, module.eps)
         if not _is_measured(x, module.weight):
             return _BatchNorm.forward(module, x)
     module._check_input_dim(x)
