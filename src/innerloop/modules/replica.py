@@ -76,8 +76,8 @@ class Template:
         if isinstance(params, dict) and params.keys() == self.params.keys():
             weights: list[Any] = list(map(params.__getitem__, self.params))
         else:
-            weights = self._in_order(params)
-        values: list[Any] = self._copies(buffers) if self.buffers or buffers else []
+            weights = match_weights(params, self.params)
+        values: list[Any] = copy_buffers(buffers, self.buffers) if self.buffers or buffers else []
         copies: list[Any] = []
         for part in self._parts:
             copies.append(object.__new__(part.kind))
@@ -107,24 +107,6 @@ class Template:
         """The buffers of a replica by their names here, as its forward left them."""
         return named_tensors(replica, "_buffers")
 
-    def _in_order(self, given: Mapping[str, Tensor] | Sequence[Tensor]) -> list[Tensor]:
-        """The weights in the order of ``self.params``."""
-        if isinstance(given, Mapping):
-            if given.keys() != self.params.keys():
-                raise refusals.wrong_names("weights", given, list(self.params))
-            return [given[name] for name in self.params]
-        weights = list(given)
-        if len(weights) != len(self.params):
-            raise refusals.wrong_number(len(weights), len(self.params))
-        return weights
-
-    def _copies(self, given: Mapping[str, Tensor] | None) -> list[Tensor]:
-        """Copies of the buffers in the order of ``self.buffers``, the own ones where not given."""
-        merged = {**self.buffers, **(given or {})}
-        if len(merged) > len(self.buffers):
-            raise refusals.wrong_names("buffers", given or {}, list(self.buffers))
-        return [value.detach().clone() for value in merged.values()]
-
     def _rebind(self, copies: list[Any], weights: list[Any], values: list[Any]) -> None:
         """Points attributes and hooks that refer into the tree to the replica's own parts."""
         tensors = dict(zip(map(id, self.params.values()), weights, strict=False))
@@ -137,6 +119,28 @@ class Template:
         rebind = Rebinder(copy_of, tensors.get)
         for i, references in self._special.items():
             set_references(vars(copies[i]), references, rebind)
+
+
+def match_weights(
+    given: Mapping[str, Tensor] | Sequence[Tensor], own: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """The given weights in the order of a module's own."""
+    if isinstance(given, Mapping):
+        if given.keys() != own.keys():
+            raise refusals.wrong_names("weights", given, list(own))
+        return [given[name] for name in own]
+    weights = list(given)
+    if len(weights) != len(own):
+        raise refusals.wrong_number(len(weights), len(own))
+    return weights
+
+
+def copy_buffers(given: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> list[Tensor]:
+    """Copies of the given buffers in the order of a module's own, and of those not given."""
+    merged = {**own, **(given or {})}
+    if len(merged) > len(own):
+        raise refusals.wrong_names("buffers", given or {}, list(own))
+    return [value.detach().clone() for value in merged.values()]
 
 
 class _Part(NamedTuple):
