@@ -8,7 +8,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -184,15 +183,6 @@ def test_held_references_to_submodules_follow_the_latest_weights():
             assert torch.equal(last(torch.tanh(first(x))), fmodel(x))
             assert torch.equal(encode(x), fmodel.encode(x))
             assert modules[0] is fmodel and modules[1] is first
-
-
-def test_a_weight_replaced_by_params_is_seen_by_held_references():
-    model, x = Net(), torch.randn(4, 2)
-    fmodel = il.monkeypatch(model)
-    first = fmodel.first
-    weights = fresh_weights(model)
-    fmodel(x, params=weights)
-    assert torch.equal(first(x), F.linear(x, weights[0], weights[1]))
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "multihead", "weight_norm", "refers_by_nested"])

@@ -186,51 +186,42 @@ def test_halves_are_discounted_in_float32(own):
     )
 
 
-@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
-def test_autocast_and_observations_that_are_halves(own):
-    class Still(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mean = nn.Parameter(torch.tensor(0.3))
+class Table(nn.Module):
+    """Logits of two actions for each of two places, which are numbers."""
 
-        def log_prob(self, observations, actions):
-            return -(actions - self.mean).square().sum(-1)
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([[0.3, -0.2], [0.1, 0.4]]))
 
-    policy, seen = Still(), torch.randn(6, 40, 2).to(own)
-    episodes = policies.Episodes(seen.float(), torch.randn(6, 40, 1), torch.rand(6, 40))
-
-    def slope(episodes):
-        value = policies.expected_return(policy, episodes, discount=0.99)
-        return torch.autograd.grad(value, policy.mean)[0]
-
-    expected = slope(episodes)
-    torch.testing.assert_close(slope(episodes._replace(observations=seen)), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(slope(episodes), expected)
+    def log_prob(self, observations, actions):
+        chosen = self.logits.log_softmax(-1)[observations.long().squeeze(-1)]
+        return chosen.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
-@pytest.mark.parametrize("own", [torch.bool, torch.uint8, torch.int64])
-def test_observations_that_are_whole_numbers(own):
-    """Rewards are not rounded to them."""
+@pytest.mark.parametrize(
+    "own", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, "autocast"]
+)
+def test_rewards_are_not_rounded_to_the_type_of_observations(own):
+    policy, places = Table(), torch.randint(2, (6, 40, 1)).double()
+    actions, rewards = torch.randint(2, (6, 40)), torch.rand(6, 40)
 
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = nn.Parameter(torch.tensor([[0.3, -0.2], [0.1, 0.4]]))
-
-        def log_prob(self, observations, actions):
-            chosen = self.logits.log_softmax(-1)[observations.long().squeeze(-1)]
-            return chosen.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    policy, places = Table(), torch.randint(2, (5, 4, 1))
-    actions, rewards = torch.randint(2, (5, 4)), torch.rand(5, 4)
-    found = []
-    for observations in (places.double(), places.to(own)):
+    def value_and_slope(observations):
         episodes = policies.Episodes(observations, actions, rewards)
-        value = policies.expected_return(policy, episodes, discount=0.9)
-        found.append((value, *torch.autograd.grad(value, policy.logits)))
-    assert found[0][0] > 0.1 and found[0][1].any()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+        value = policies.expected_return(policy, episodes, discount=0.99)
+        return value, *torch.autograd.grad(value, policy.logits)
+
+    if own == "autocast":
+        expected = value_and_slope(places.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = value_and_slope(places.float())
+    else:
+        # Of halves, rewards are in float32.
+        expected = value_and_slope(places.float() if own.is_floating_point else places)
+        found = value_and_slope(places.to(own))
+    assert expected[0] > 0.1 and expected[1].any()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    if found[0].dtype == torch.float64:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_decay_zero_is_the_low_variance_curvature():
