@@ -358,6 +358,11 @@ def by_partial(module: nn.Module) -> None:
     module.forward = functools.partial(forward, module, 2)
 
 
+def by_wrapped_partial(module: nn.Module) -> None:
+    by_partial(module)
+    module.forward = functools.update_wrapper(module.forward, module.plain)
+
+
 def by_closure(module: nn.Module) -> None:
     plain = module.forward
     module.forward = lambda x: 2 * plain(x)
@@ -616,6 +621,7 @@ KINDS: dict[str, Kind] = {
     "hooks_callable_object": Kind(hooked(callable_object_hook), rows()),
     "forward_method": Kind(with_forward(by_method), rows()),
     "forward_partial": Kind(with_forward(by_partial), rows()),
+    "forward_wrapped_partial": Kind(with_forward(by_wrapped_partial), rows()),
     "forward_closure": Kind(with_forward(by_closure), rows()),
     "forward_default_argument": Kind(with_forward(by_default_argument), rows()),
     "recursive": Kind(Recursive, rows()),

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import pickle
-import types
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import innerloop as il
+from modules import KINDS, TwoPlaces
 from problems import (
     Net,
     assert_exact_unroll,
@@ -24,15 +23,12 @@ from problems import (
     trained,
     unrolled,
 )
+from test_fmodel import fresh_weights
 
 
 def weights_of(module, flat_list):
     """The list that a patched model holds, by the module's names."""
     return dict(zip(dict(module.named_parameters()), flat_list, strict=True))
-
-
-def fresh_weights(module):
-    return [torch.randn_like(p).requires_grad_() for p in module.parameters()]
 
 
 class Called:
@@ -73,140 +69,53 @@ def assert_exact_unroll_with_buffers(model, loss, steps):
     assert relative_error(flat(grads), flat(expected_grads)) < 1e-12
 
 
-# B1: instance-level forward
+# B1, B2, B6, B9: instance-level forwards, attributes of submodules, hooks, missing modules
+
+KINDS_OF_DEFECTS = {
+    "b01": [f"forward_{how}" for how in ("method", "partial", "wrapped_partial", "closure")],
+    "b02": ["tied", "multihead", "lists_and_dicts"],
+    "b06": [
+        *("hooks_bound_methods", "hooks_keywords", "hooks_closure", "hooks_callable_object"),
+        *("hook_weight_norm", "hook_spectral_norm_eval"),
+    ],
+    "b09": ["none_parts", "lazy_after_first_call"],
+}
 
 
-class Doubled(Net):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def by_partial(module):
-    def new_forward(module, *args, **kwargs):
-        return 2 * module._old_forward(*args, **kwargs)
-
-    module._old_forward = module.forward
-    module.forward = functools.partial(new_forward, module)
-
-
-def by_wrapped_partial(module):
-    by_partial(module)
-    module.forward = functools.update_wrapper(module.forward, module._old_forward)
-
-
-def by_bound_method(module):
-    module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
-
-
-def by_closure(module):
-    old_forward = module.forward
-    module.forward = lambda *args, **kwargs: 2 * old_forward(*args, **kwargs)
-
-
-INSTANCE_FORWARDS = [by_partial, by_wrapped_partial, by_bound_method, by_closure]
-
-
-def assert_same_meta_gradient(model, twin, loss):
-    """`model` behaves as `twin`, which does the same in ordinary torch."""
-    value, weights = unrolled(model, sgd, loss)
-    expected_value, expected_weights = trained(twin, sgd, loss)
-    assert relative_error(value, expected_value) < 1e-12
-    assert relative_error(weights, expected_weights) < 1e-12
-    grads = torch.autograd.grad(value, list(model.parameters()))
-    twin_grads = torch.autograd.grad(unrolled(twin, sgd, loss)[0], list(twin.parameters()))
-    assert relative_error(flat(grads), flat(twin_grads)) < 1e-12
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_of_the_root(set_forward):
-    twin = Doubled()
-    model = Net()
-    model.load_state_dict(twin.state_dict())
-    set_forward(model)
-    loss = regression()
-    assert_exact_unroll(twin, loss)
-    assert_same_meta_gradient(model, twin, loss)
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_of_a_submodule(set_forward):
-    twin = nn.Sequential(Doubled(), nn.Tanh())
-    model = nn.Sequential(Net(), nn.Tanh())
-    model.load_state_dict(twin.state_dict())
-    set_forward(model[0])
-    assert_same_meta_gradient(model, twin, regression())
-
-
-@pytest.mark.parametrize("set_forward", INSTANCE_FORWARDS)
-def test_b01_instance_level_forward_stays_on_the_original(set_forward):
-    model, x = Net(), torch.randn(4, 2)
-    expected = 2 * model(x)
-    set_forward(model)
-    fmodel = il.monkeypatch(model)
-    fmodel.update_params([torch.zeros_like(p) for p in model.parameters()])
-    assert torch.equal(fmodel(x), torch.zeros(4, 1))
-    assert torch.equal(model(x), expected)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, id=f"{b}-{n}") for b, names in KINDS_OF_DEFECTS.items() for n in names],
+)
+def test_an_unroll_of_a_module_that_higher_has_wrong(name):
+    """See test_functional for the values and second derivatives of all kinds of modules."""
+    kind = KINDS[name]
+    args = kind.args()
+    assert_exact_unroll(kind.make(), lambda m: m(*args, **kind.kwargs).square().mean())
 
 
 # B2: params= and fast_params= reach attributes of submodules
 
 
-class TiedHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(4, 3)
-
-    def forward(self, tokens):
-        hidden = F.one_hot(tokens, 4).to(self.embed.weight) @ self.embed.weight
-        return F.linear(torch.tanh(hidden), self.embed.weight)
+readers = pytest.mark.parametrize("name", KINDS_OF_DEFECTS["b02"])
 
 
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Listed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.randn(2, 2)) for _ in range(2))
-        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(2))})
-
-    def forward(self, x):
-        for weight in self.layers:
-            x = torch.tanh(x @ weight + self.named["bias"])
-        return x
-
-
-READERS = [
-    pytest.param(TiedHead, lambda: torch.tensor([0, 1, 1, 3]), id="tied_head"),
-    pytest.param(SelfAttention, lambda: torch.randn(2, 3, 4), id="attention_out_proj"),
-    pytest.param(Listed, lambda: torch.randn(5, 2), id="parameter_list"),
-]
-
-
-@pytest.mark.parametrize(("make", "inputs"), READERS)
-def test_b02_params_keyword_reaches_submodule_attributes(make, inputs):
-    model, x = make(), inputs()
+@readers
+def test_b02_params_keyword_reaches_submodule_attributes(name):
+    model, (x,) = KINDS[name].make(), KINDS[name].args()
     weights = fresh_weights(model)
     output = il.monkeypatch(model)(x, params=weights)
     expected = functional_call(model, weights_of(model, weights), (x,))
     assert relative_error(output, expected) < 1e-12
-    grads = torch.autograd.grad(output.square().sum(), weights)
-    assert (
-        relative_error(flat(grads), flat(torch.autograd.grad(expected.square().sum(), weights)))
-        < 1e-12
+    grads, expected_grads = (
+        flat(torch.autograd.grad(y.square().sum(), weights)) for y in (output, expected)
     )
+    assert relative_error(grads, expected_grads) < 1e-12
 
 
-@pytest.mark.parametrize(("make", "inputs"), READERS)
+@readers
 @pytest.mark.parametrize("track", [True, False])
-def test_b02_fast_params_setter_reaches_submodule_attributes(make, inputs, track):
-    model, x = make(), inputs()
+def test_b02_fast_params_setter_reaches_submodule_attributes(name, track):
+    model, (x,) = KINDS[name].make(), KINDS[name].args()
     weights = fresh_weights(model)
     fmodel = il.monkeypatch(model, track_higher_grads=track)
     fmodel.fast_params = weights
@@ -382,56 +291,7 @@ def test_b05_switching_on_again_tracks_from_there():
     assert relative_error(flat(fmodel.parameters()), trained(model, sgd, loss, 5)[1]) < 1e-12
 
 
-# B6: hooks
-
-
-def test_b06_forward_hook_is_kept():
-    model = Net()
-    model.first.register_forward_hook(lambda module, args, output: output * 3)
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_forward_pre_hook_is_kept():
-    model = Net()
-    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hooks_with_keywords_are_kept():
-    class Scaled(Net):
-        def forward(self, x, *, scale=1.0):
-            return super().forward(x) * scale
-
-    model = Scaled()
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {"scale": 3.0}), with_kwargs=True
-    )
-    model.register_forward_hook(
-        lambda module, args, kwargs, output: output * kwargs["scale"], with_kwargs=True
-    )
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_a_hook_is_given_the_module_with_the_new_weights():
-    model = Net()
-    model.first.register_forward_hook(lambda module, args, output: output + module.weight.sum())
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hook_based_weight_norm_has_exact_gradients():
-    model = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model.first)
-    assert {"first.weight_g", "first.weight_v"} <= dict(model.named_parameters()).keys()
-    assert_exact_unroll(model, regression())
-
-
-def test_b06_hook_based_spectral_norm_has_exact_gradients_with_fixed_vectors():
-    model = Net()
-    nn.utils.spectral_norm(model.first)
-    model.eval()
-    assert_exact_unroll(model, regression())
+# B6: a hook that writes
 
 
 def test_b06_hook_based_spectral_norm_iterates_in_the_copy_only():
@@ -443,38 +303,20 @@ def test_b06_hook_based_spectral_norm_iterates_in_the_copy_only():
 # B7: a submodule used in two places
 
 
-class SharedNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        norm = nn.BatchNorm1d(2)
-        self.left = nn.Sequential(nn.Linear(2, 2), norm)
-        self.right = nn.Sequential(nn.Linear(2, 2), norm)
-
-    def forward(self, x):
-        return self.left(x).tanh() + self.right(x)
-
-
-def test_b07_a_shared_submodule_stays_one():
-    fmodel = il.monkeypatch(SharedNorm())
-    assert fmodel.left[1] is fmodel.right[1]
-    assert len(list(fmodel.parameters())) == 6
-
-
-def test_b07_statistics_of_a_shared_norm_are_those_of_plain_torch():
-    model, plain, x = SharedNorm(), SharedNorm(), torch.randn(6, 2)
+def test_b07_a_shared_submodule_stays_one_with_the_statistics_of_plain_torch():
+    model, plain, x = TwoPlaces(), TwoPlaces(), torch.randn(6, 2)
     plain.load_state_dict(model.state_dict())
     fmodel = il.monkeypatch(model)
+    assert fmodel.left[1] is fmodel.right
+    assert len(list(fmodel.parameters())) == 6
     for _ in range(2):
         fmodel(x)
         plain(x)
-    for side in (fmodel.left, fmodel.right):
-        assert side[1].num_batches_tracked.item() == 4
-        assert torch.equal(side[1].running_mean, plain.left[1].running_mean)
-        assert torch.equal(side[1].running_var, plain.left[1].running_var)
-    assert model.left[1].num_batches_tracked.item() == 0
-    fmodel.eval()
-    plain.eval()
-    assert torch.equal(fmodel(x), plain(x))
+    for name, buffer in fmodel.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name))
+    assert fmodel.right[1].num_batches_tracked.item() == 4
+    assert model.right[1].num_batches_tracked.item() == 0
+    assert torch.equal(fmodel.eval()(x), plain.eval()(x))
 
 
 def test_b07_a_shared_norm_has_exact_meta_gradients():
@@ -483,10 +325,20 @@ def test_b07_a_shared_norm_has_exact_meta_gradients():
     def loss(model):
         return (model.train()(x) - 1).square().mean() + model.eval()(x).square().mean()
 
-    assert_exact_unroll_with_buffers(SharedNorm(), loss, steps=3)
+    assert_exact_unroll_with_buffers(TwoPlaces(), loss, steps=3)
 
 
 # B8: checkpoint inside the model
+
+recomputed = functools.partial(checkpoint, use_reentrant=False)
+STYLES = {
+    "submodule": lambda m, x: recomputed(m.last, torch.tanh(recomputed(m.first, x))),
+    "bound_method": lambda m, x: recomputed(m.body, x),
+    "lambda": lambda m, x: recomputed(lambda t: m.last(torch.tanh(m.first(t))), x),
+    "attributes": lambda m, x: recomputed(
+        lambda t: F.linear(torch.tanh(m.first(t)), m.last.weight) + m.last.bias, x
+    ),
+}
 
 
 class Checkpointed(Net):
@@ -498,29 +350,10 @@ class Checkpointed(Net):
         return self.last(torch.tanh(self.first(x)))
 
     def forward(self, x):
-        match self.style:
-            case "none":
-                return self.body(x)
-            case "submodule":
-                hidden = torch.tanh(checkpoint(self.first, x, use_reentrant=False))
-                return checkpoint(self.last, hidden, use_reentrant=False)
-            case "bound_method":
-                return checkpoint(self.body, x, use_reentrant=False)
-            case "lambda":
-                return checkpoint(
-                    lambda t: self.last(torch.tanh(self.first(t))), x, use_reentrant=False
-                )
-            case "attributes":
-                return checkpoint(
-                    lambda t: (
-                        F.linear(t, self.first.weight).tanh().sum(1, keepdim=True) + self.last.bias
-                    ),
-                    x,
-                    use_reentrant=False,
-                )
+        return STYLES[self.style](self, x) if self.style else self.body(x)
 
 
-@pytest.mark.parametrize("style", ["submodule", "bound_method", "lambda"])
+@pytest.mark.parametrize("style", STYLES)
 def test_b08_checkpoint_recomputes_with_the_weights_of_its_own_step(style):
     model, loss = Checkpointed(style), regression()
 
@@ -529,15 +362,11 @@ def test_b08_checkpoint_recomputes_with_the_weights_of_its_own_step(style):
         return flat(torch.autograd.grad(value, list(model.parameters())))
 
     actual = meta_gradient()
-    model.style = "none"
+    model.style = None
     assert relative_error(actual, meta_gradient()) < 1e-12
 
 
-def test_b08_checkpoint_over_attributes_of_submodules_is_exact():
-    assert_exact_unroll(Checkpointed("attributes"), regression(), steps=3)
-
-
-@pytest.mark.parametrize("style", ["submodule", "bound_method", "lambda"])
+@pytest.mark.parametrize("style", STYLES)
 def test_b08_checkpoint_recomputes_with_the_weights_given_as_params(style):
     model, loss = Checkpointed(style), regression()
     fmodel = il.monkeypatch(model)
@@ -545,7 +374,7 @@ def test_b08_checkpoint_recomputes_with_the_weights_given_as_params(style):
     value = loss(functools.partial(fmodel, params=first))
     loss(functools.partial(fmodel, params=second))
     grads = torch.autograd.grad(value, first)
-    model.style = "none"
+    model.style = None
     plain = loss(lambda x: functional_call(model, weights_of(model, first), (x,)))
     assert relative_error(flat(grads), flat(torch.autograd.grad(plain, first))) < 1e-12
 
@@ -594,28 +423,6 @@ def test_b09_submodule_calls_under_a_sequential_root():
     assert_exact_unroll(model, lambda m: loss(lambda x: m[2](m[1](m[0](x)))), steps=3)
 
 
-def test_b09_none_submodules():
-    class Optional(Net):
-        def __init__(self):
-            super().__init__()
-            self.register_module("shortcut", None)
-            self.extra = nn.Linear(1, 1)
-            self.extra = None
-
-        def forward(self, x):
-            y = super().forward(x)
-            return y if self.shortcut is None and self.extra is None else self.shortcut(y)
-
-    assert_exact_unroll(Optional(), regression())
-
-
-def test_b09_lazy_modules_after_their_first_call():
-    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.LazyLinear(1))
-    loss = regression()
-    loss(model)
-    assert_exact_unroll(model, loss)
-
-
 def test_b09_lazy_modules_before_their_first_call_are_refused():
     model = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 1))
     with pytest.raises(il.InnerLoopError, match=r"(?i)lazy|uninitialized"):
@@ -623,27 +430,6 @@ def test_b09_lazy_modules_before_their_first_call_are_refused():
     loss = regression()
     loss(model)
     assert_exact_unroll(model, loss)
-
-
-@pytest.mark.parametrize("what", ["root", "submodule", "in_place"])
-def test_b09_compiled_modules(what):
-    loss = regression()
-    plain = Net()
-    model = copy.deepcopy(plain)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit")  # the import of torch's compiler
-        if what == "root":
-            model = torch.compile(model)
-        elif what == "submodule":
-            model.first = torch.compile(model.first)
-        else:
-            model.compile()
-    value, weights = unrolled(model, sgd, loss)
-    expected_value, expected_weights = unrolled(plain, sgd, loss)
-    assert relative_error(weights, expected_weights) < 1e-12
-    grads = torch.autograd.grad(value, list(model.parameters()))
-    expected = torch.autograd.grad(expected_value, list(plain.parameters()))
-    assert relative_error(flat(grads), flat(expected)) < 1e-12
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, torch.jit.trace])
@@ -661,34 +447,3 @@ def test_b09_scripted_modules_are_refused(make, where):
     with pytest.raises(il.InnerLoopError, match=r"(?i)script"):
         il.monkeypatch(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-COPIES = [
-    pytest.param(copy.deepcopy, id="deepcopy"),
-    pytest.param(lambda fmodel: pickle.loads(pickle.dumps(fmodel)), id="pickle"),
-]
-
-
-@pytest.mark.parametrize("duplicate", COPIES)
-@pytest.mark.parametrize("track", [True, False])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_b09_deepcopy_and_pickle(duplicate, track, steps):
-    loss, x = regression(), torch.randn(4, 2)
-    model = nn.Sequential(Net(), nn.BatchNorm1d(1))
-    optimizer = sgd(model.parameters())
-    with il.innerloop_ctx(model, optimizer, track_higher_grads=track) as (fmodel, diffopt):
-        for _ in range(steps):
-            diffopt.step(loss(fmodel))
-    twin = duplicate(fmodel)
-    kept = [p.detach().clone() for p in fmodel.parameters()]
-    statistics = fmodel[1].running_mean.clone()
-    assert torch.equal(twin(x), fmodel.train()(x))
-    assert torch.equal(twin[0].first(x), fmodel[0].first(x))
-
-    twin.update_params([torch.zeros_like(p) for p in twin.parameters()])
-    assert torch.equal(twin[0](x), torch.zeros(4, 1))
-    assert all(torch.equal(p, q) for p, q in zip(fmodel.parameters(), kept, strict=True))
-    assert not torch.equal(fmodel[1].running_mean, statistics)
-    now = fmodel[1].running_mean.clone()
-    twin(x)
-    assert torch.equal(fmodel[1].running_mean, now)

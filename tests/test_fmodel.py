@@ -8,7 +8,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -184,15 +183,6 @@ def test_held_references_to_submodules_follow_the_latest_weights():
             assert torch.equal(last(torch.tanh(first(x))), fmodel(x))
             assert torch.equal(encode(x), fmodel.encode(x))
             assert modules[0] is fmodel and modules[1] is first
-
-
-def test_a_weight_replaced_by_params_is_seen_by_held_references():
-    model, x = Net(), torch.randn(4, 2)
-    fmodel = il.monkeypatch(model)
-    first = fmodel.first
-    weights = fresh_weights(model)
-    fmodel(x, params=weights)
-    assert torch.equal(first(x), F.linear(x, weights[0], weights[1]))
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "multihead", "weight_norm", "refers_by_nested"])
@@ -399,6 +389,7 @@ def test_a_copy_in_the_middle_of_a_loop_goes_on_alone(name, duplicate):
     twin = duplicate(fmodel)
     assert torch.equal(flat(twin.parameters()), flat(fmodel.parameters()))
     assert all(w.is_leaf for w in twin.fast_params)
+    assert all(torch.equal(b, twin.get_buffer(n)) for n, b in fmodel.named_buffers())
 
     other = il.get_diff_optim(optimizer, model.parameters(), fmodel=twin)
     start = list(twin.fast_params)
@@ -410,6 +401,17 @@ def test_a_copy_in_the_middle_of_a_loop_goes_on_alone(name, duplicate):
     grads = torch.autograd.grad(loss(twin), start)
     middle = torch.autograd.grad(loss(fmodel), list(fmodel.parameters(time=2)))
     assert relative_error(flat(grads), flat(middle)) < 1e-12
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("track", [True, False])
+def test_a_copy_before_any_step_writes_buffers_of_its_own(duplicate, track):
+    fmodel, x = il.monkeypatch(nn.BatchNorm1d(2), track_higher_grads=track), torch.randn(4, 2)
+    twin = duplicate(fmodel)
+    assert twin.track_higher_grads == track
+    assert torch.equal(twin(x), fmodel(x))
+    twin(x)
+    assert (twin.num_batches_tracked, fmodel.num_batches_tracked) == (2, 1)
 
 
 # Recomputation. ---------------------------------------------------------------------------------

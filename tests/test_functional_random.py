@@ -235,25 +235,6 @@ def test_a_bound_replica_of_any_tree(plan):
 
 
 @given(plans)
-@settings(max_examples=80)
-def test_a_function_of_any_tree(plan):
-    case = Case(plan)
-    f = il.functional(case.model)
-    state = {name: buffer.clone() for name, buffer in case.plain.named_buffers()}
-    actual = value_and_derivatives(
-        [f(case.weights, case.x[0])], case.learned(case.weights.values()), case.directions
-    )
-    expected = value_and_derivatives(
-        [case.plain(case.x[0])], case.learned(case.plain.parameters()), case.directions
-    )
-    for one, other in zip(actual, expected, strict=True):
-        close(one, other)
-    for name, buffer in case.model.named_buffers():
-        assert torch.equal(buffer, state[name])
-    assert_untouched(case.model, case.before)
-
-
-@given(plans)
 @settings(max_examples=120)
 def test_a_patched_model_of_any_tree(plan):
     case = Case(plan)

@@ -406,52 +406,58 @@ def test_weighted_classes_by_number_and_by_probability_are_the_same():
     assert each.shape == logits.shape and ((each > 0) == (vectors > 0)).all()
 
 
+FOUR, COLUMN, SQUARE = torch.zeros(4), torch.zeros(4, 1), torch.zeros(4, 4)
+
+
 @pytest.mark.parametrize(
-    ("make", "call", "said"),
+    ("options", "message"),
     [
-        (lambda: LearnedLoss("classes", extras=1, moments=2), (), "moments=0"),
-        (lambda: LearnedLoss(centered=True), (), "centered=False"),
-        (lambda: LearnedLoss(steps=-1), (), "steps=-1 .* 0 or more"),
-        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4)), "last of them the step"),
-        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), -1), "is -1"),
-        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), 0.5), "is 0.5"),
-        (lambda: LearnedLoss(steps=2), (torch.zeros(4), torch.zeros(4), True), "is True"),
-        (
-            lambda: LearnedLoss(steps=2),
-            (torch.zeros(4), torch.zeros(4), torch.tensor(True)),
-            "whole number",
-        ),
-        (lambda: LearnedLoss(steps=True), (), "steps=True"),
-        (
-            lambda: LearnedLoss(extras=1),
-            (torch.zeros(4), torch.zeros(4), torch.zeros(3)),
-            "as long or 1 long",
-        ),
-        (lambda: LearnedLoss(extras=1), (torch.zeros(4), torch.zeros(4), None), "NoneType"),
-        (LearnedLoss, (nn.Linear(1, 1), torch.zeros(2, 1)), r"is a Tensor.*\(x, target\)"),
-        (LearnedLoss, (nn.Linear(1, 1), (torch.zeros(2, 1),)), r"tuple of 1.*\(x, target\)"),
-        (lambda: LearnedLoss().set_extra_state, ({"decays": 3},), "something else"),
-        (lambda: LearnedLoss().together, (torch.zeros(4),), "moments=16"),
-        (lambda: LearnedLoss(moments=2), (), "at least one extra"),
-        (lambda: LearnedLoss(extras=1, moments=-2), (), "moments=-2 .* 0 or more"),
-        (lambda: LearnedLoss(extras=-1), (), "extras=-1 .* 0 or more"),
-        (lambda: LearnedLoss("class"), (), "classes"),
-        (lambda: LearnedLoss(form="weight"), (), "weighted"),
-        (LearnedLoss, (torch.zeros(4, 1), torch.zeros(4)), "same shape"),
-        (LearnedLoss, (torch.zeros(4), torch.zeros(1)), "same shape"),
-        (LearnedLoss, (torch.zeros(4), torch.zeros(4), 1.0), "0, as it was made"),
-        (lambda: LearnedLoss(extras=1), (torch.zeros(4), torch.zeros(4)), "1, as it was made"),
-        (
-            lambda: LearnedLoss(extras=1),
-            (torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4)),
-            "unsqueeze",
-        ),
-        (lambda: LearnedLoss("classes"), (torch.zeros(4, 3), torch.zeros(3)), "same shape"),
+        ({"targets": "class"}, "classes"),
+        ({"form": "weight"}, "weighted"),
+        ({"targets": "classes", "extras": 1, "moments": 2}, "moments=0"),
+        ({"moments": 2}, "at least one extra"),
+        ({"centered": True}, "centered=False"),
+        ({"steps": -1}, "steps=-1 .* 0 or more"),
+        ({"steps": True}, "steps=True"),
+        ({"extras": 1, "moments": -2}, "moments=-2 .* 0 or more"),
+        ({"extras": -1}, "extras=-1 .* 0 or more"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(make, call, said):
-    with pytest.raises(InnerLoopError, match=said):
-        make()(*call)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(InnerLoopError, match=message):
+        LearnedLoss(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({"steps": 2}, (FOUR, FOUR), "last of them the step"),
+        ({"steps": 2}, (FOUR, FOUR, -1), "is -1"),
+        ({"steps": 2}, (FOUR, FOUR, 0.5), "is 0.5"),
+        ({"steps": 2}, (FOUR, FOUR, True), "is True"),
+        ({"steps": 2}, (FOUR, FOUR, torch.tensor(True)), "whole number"),
+        ({}, (FOUR, FOUR, 1.0), "0, as it was made"),
+        ({"extras": 1}, (FOUR, FOUR), "1, as it was made"),
+        ({"extras": 1}, (FOUR, FOUR, torch.zeros(3)), "as long or 1 long"),
+        ({"extras": 1}, (FOUR, FOUR, None), "NoneType"),
+        ({"extras": 1}, (SQUARE, SQUARE, FOUR), "unsqueeze"),
+        ({}, (nn.Linear(1, 1), COLUMN), r"is a Tensor.*\(x, target\)"),
+        ({}, (nn.Linear(1, 1), (COLUMN,)), r"tuple of 1.*\(x, target\)"),
+        ({}, (COLUMN, FOUR), "same shape"),
+        ({}, (FOUR, torch.zeros(1)), "same shape"),
+        ({"targets": "classes"}, (torch.zeros(4, 3), torch.zeros(3)), "same shape"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options, call, message):
+    with pytest.raises(InnerLoopError, match=message):
+        LearnedLoss(**options)(*call)
+
+
+def test_a_state_and_moments_that_are_not_there_are_refused():
+    with pytest.raises(InnerLoopError, match="something else"):
+        LearnedLoss().set_extra_state({"decays": 3})
+    with pytest.raises(InnerLoopError, match="moments=16"):
+        LearnedLoss().together(FOUR)
 
 
 @pytest.mark.parametrize("wrong", [4, -1, -100])

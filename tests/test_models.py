@@ -84,19 +84,20 @@ def test_number_of_parameters(name, options, parameters):
     assert count(models.build(name, **{"in_channels": 1, "classes": 5} | options)) == parameters
 
 
-@pytest.mark.parametrize(("name", "layers"), [("resnet-4", 1), ("resnet-8", 2), ("resnet-12", 3)])
-def test_layers_in_each_block_of_a_resnet(name, layers):
+@pytest.mark.parametrize(
+    ("name", "convolutions", "between"),
+    [
+        ("resnet-4", 4, 4),  # of 1 by 1: shortcuts
+        ("resnet-8", 8, 4),
+        ("resnet-12", 12, 4),
+        ("densenet-8", 8, 3),  # of 1 by 1: between blocks
+    ],
+)
+def test_number_of_layers(name, convolutions, between):
     model = models.build(name, in_channels=3, classes=5, filters=2)
     kernels = [m.kernel_size for m in model.modules() if isinstance(m, nn.Conv2d)]
-    assert kernels.count((3, 3)) == 4 * layers
-    assert kernels.count((1, 1)) == 4  # shortcuts
-
-
-def test_layers_of_densenet_8():
-    model = models.build("densenet-8", in_channels=3, classes=5)
-    kernels = [m.kernel_size for m in model.modules() if isinstance(m, nn.Conv2d)]
-    assert kernels.count((3, 3)) == 4 * 2
-    assert kernels.count((1, 1)) == 3  # between blocks
+    assert kernels.count((3, 3)) == convolutions
+    assert kernels.count((1, 1)) == between
 
 
 def test_densenet_bc_is_that_of_huang_et_al():
@@ -138,15 +139,6 @@ def test_state_dict_and_pickle_give_the_same_model(name):
     second.load_state_dict(first.state_dict())
     copied = pickle.loads(pickle.dumps(first))
     assert torch.equal(first(x), second(x)) and torch.equal(first(x), copied(x))
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_same_seed_same_weights(name):
-    weights = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        weights.append(flat(tiny(name).parameters()))
-    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -244,17 +236,14 @@ def test_impossible_shapes_are_refused(name, options, message):
         models.build(name, **{"in_channels": 1, "classes": 5} | options)
 
 
-@pytest.mark.parametrize("depth", [100, 190])
-def test_published_nets_are_not_too_large(depth):
-    models.check(f"densenet-bc-40-{depth}")
-
-
-def test_a_name_of_a_net_that_is_too_large_is_refused():
+def test_a_name_is_checked_by_its_size_too():
+    for depth in (100, 190):  # published
+        models.check(f"densenet-bc-40-{depth}")
     with pytest.raises(InnerLoopError, match=r"densenet-bc-1000-994.*which has .* weights"):
         models.check("densenet-bc-1000-994")
 
 
-def test_counting_weights_draws_no_random_numbers():
+def test_the_seed_decides_and_counting_weights_draws_no_random_numbers():
     torch.manual_seed(0)
     built = models.build("vgg", in_channels=1, classes=5, filters=4)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The picture of an unrolled inner loop."""
+"""The figure of an unrolled inner loop."""
 
 import sys
 

@@ -186,51 +186,42 @@ def test_halves_are_discounted_in_float32(own):
     )
 
 
-@pytest.mark.parametrize("own", [torch.float16, torch.bfloat16])
-def test_autocast_and_observations_that_are_halves(own):
-    class Still(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mean = nn.Parameter(torch.tensor(0.3))
+class Table(nn.Module):
+    """Logits of two actions for each of two places, which are numbers."""
 
-        def log_prob(self, observations, actions):
-            return -(actions - self.mean).square().sum(-1)
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([[0.3, -0.2], [0.1, 0.4]]))
 
-    policy, seen = Still(), torch.randn(6, 40, 2).to(own)
-    episodes = policies.Episodes(seen.float(), torch.randn(6, 40, 1), torch.rand(6, 40))
-
-    def slope(episodes):
-        value = policies.expected_return(policy, episodes, discount=0.99)
-        return torch.autograd.grad(value, policy.mean)[0]
-
-    expected = slope(episodes)
-    torch.testing.assert_close(slope(episodes._replace(observations=seen)), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(slope(episodes), expected)
+    def log_prob(self, observations, actions):
+        chosen = self.logits.log_softmax(-1)[observations.long().squeeze(-1)]
+        return chosen.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
-@pytest.mark.parametrize("own", [torch.bool, torch.uint8, torch.int64])
-def test_observations_that_are_whole_numbers(own):
-    """Rewards are not rounded to them."""
+@pytest.mark.parametrize(
+    "own", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, "autocast"]
+)
+def test_rewards_are_not_rounded_to_the_type_of_observations(own):
+    policy, places = Table(), torch.randint(2, (6, 40, 1)).double()
+    actions, rewards = torch.randint(2, (6, 40)), torch.rand(6, 40)
 
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = nn.Parameter(torch.tensor([[0.3, -0.2], [0.1, 0.4]]))
-
-        def log_prob(self, observations, actions):
-            chosen = self.logits.log_softmax(-1)[observations.long().squeeze(-1)]
-            return chosen.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    policy, places = Table(), torch.randint(2, (5, 4, 1))
-    actions, rewards = torch.randint(2, (5, 4)), torch.rand(5, 4)
-    found = []
-    for observations in (places.double(), places.to(own)):
+    def value_and_slope(observations):
         episodes = policies.Episodes(observations, actions, rewards)
-        value = policies.expected_return(policy, episodes, discount=0.9)
-        found.append((value, *torch.autograd.grad(value, policy.logits)))
-    assert found[0][0] > 0.1 and found[0][1].any()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+        value = policies.expected_return(policy, episodes, discount=0.99)
+        return value, *torch.autograd.grad(value, policy.logits)
+
+    if own == "autocast":
+        expected = value_and_slope(places.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = value_and_slope(places.float())
+    else:
+        # Of halves, rewards are in float32.
+        expected = value_and_slope(places.float() if own.is_floating_point else places)
+        found = value_and_slope(places.to(own))
+    assert expected[0] > 0.1 and expected[1].any()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    if found[0].dtype == torch.float64:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_decay_zero_is_the_low_variance_curvature():
@@ -298,17 +289,23 @@ def test_a_baseline_after_the_end_does_not_count():
     assert value.isfinite() and found.isfinite().all()
 
 
-def test_a_policy_has_a_spread():
-    for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(InnerLoopError, match="above 0"):
-            policies.Gaussian(2, 1, std=std)
-
-
-def test_unlike_shapes_are_refused():
-    with pytest.raises(InnerLoopError, match=r"\(4, 3, 2\).*rewards of shape \(4, 3\)"):
-        dice(torch.zeros(4, 3, 2), torch.zeros(4, 3))
-    with pytest.raises(InnerLoopError, match="baseline"):
-        dice(torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(4))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: policies.Gaussian(2, 1, std=0.0), "above 0"),
+        (lambda: policies.Gaussian(2, 1, std=-1.0), "above 0"),
+        (lambda: policies.Gaussian(2, 1, std=math.nan), "above 0"),
+        (
+            lambda: dice(torch.zeros(4, 3, 2), torch.zeros(4, 3)),
+            r"\(4, 3, 2\).*rewards of shape \(4, 3\)",
+        ),
+        (lambda: dice(torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(4)), "baseline"),
+        (lambda: linear_baseline(torch.zeros(1, 3, 2), torch.zeros(1, 3)), "at least 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(InnerLoopError, match=message):
+        call()
 
 
 # The baseline. --------------------------------------------------------------------------------
@@ -336,11 +333,6 @@ def test_dead_time_has_no_part_in_the_fit():
     nowhere = torch.where(alive.unsqueeze(-1), observations, math.nan)
     guess = linear_baseline(nowhere, torch.where(alive, returns, math.nan), alive)
     torch.testing.assert_close(guess[alive], found[0][alive])
-
-
-def test_a_baseline_from_one_episode_is_refused():
-    with pytest.raises(InnerLoopError, match="at least 2"):
-        linear_baseline(torch.zeros(1, 3, 2), torch.zeros(1, 3))
 
 
 def test_the_baseline_lowers_the_variance_of_first_and_second_derivatives():

@@ -30,6 +30,10 @@ class Called(nn.Module):
         return self.function(x)
 
 
+class Derived(nn.BatchNorm1d):
+    """With torch's forward."""
+
+
 class Instances(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -41,6 +45,7 @@ class Instances(nn.Module):
 
 RIGHT = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "subclass of BatchNorm1d": lambda: Derived(4, track_running_stats=False),
     "BatchNorm1d by statistics": lambda: nn.BatchNorm1d(4).eval(),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "RMSNorm": lambda: nn.RMSNorm(4),
@@ -161,6 +166,7 @@ def by_tangents(model, batch):
 
 MODULES = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "subclass of BatchNorm1d": lambda: Derived(4, track_running_stats=False),
     "LayerNorm": lambda: nn.LayerNorm(4),
     "InstanceNorm1d": lambda: Instances(),
 }

@@ -8,6 +8,7 @@ optimizer, and ``inner.adapt(train)`` is the adapted model. ``options`` are thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from innerloop.backward import Implicit, Truncated
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 from innerloop.settings import Learn
 
@@ -31,7 +32,7 @@ def maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> Inner
     >>> model.weight.grad.shape
     torch.Size([1, 1])
     """
-    return InnerLoop(model, _sgd(model.parameters(), lr), loss, **options)
+    return InnerLoop(model, torch.optim.SGD(model.parameters(), lr=lr), loss, **options)
 
 
 def first_order_maml(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
@@ -84,7 +85,7 @@ def anil(
     adapting = [] if isinstance(found, str) else list(found)
     if not adapting:
         raise _no_head(head)
-    return InnerLoop(model, _sgd(adapting, lr), loss, **options)
+    return InnerLoop(model, torch.optim.SGD(adapting, lr=lr), loss, **options)
 
 
 def meta_sgd(model: nn.Module, loss: Loss, lr: float = 0.1, **options: Any) -> InnerLoop:
@@ -169,10 +170,10 @@ def cavia(model: nn.Module, loss: Loss, context: int, lr: float = 1.0, **options
     if next(model.parameters(), None) is None:
         raise _model_without_weights(model)
     start = _Context(context, model)
-    optimizer = _sgd(start.parameters(), lr)
+    optimizer = torch.optim.SGD(start.parameters(), lr=lr)
     if options.get("val_loss") is not None:
         # As for the loss: with the weights that the loop has, which are not always the model's.
-        options["val_loss"] = _SharedValidation(model, options["val_loss"])
+        options["val_loss"] = partial(_loss_with_context, model, options["val_loss"])
     return InnerLoop(start, optimizer, _Shared(model, loss), learn=(), **options)
 
 
@@ -201,29 +202,11 @@ class _Shared(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, adapting: _Context, batch: Any) -> Any:
-        return self.loss(_with_context(self.model, adapting.context), batch)
+        return _loss_with_context(self.model, self.loss, adapting, batch)
 
 
-class _SharedValidation:
-    """The validation loss with the shared model, without parameters of its own."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self.model, self.loss = model, loss
-
-    def __call__(self, adapted: Any, batch: Any) -> Any:
-        return self.loss(_with_context(self.model, adapted.context), batch)
-
-
-def _with_context(model: nn.Module, context: Tensor) -> Callable[[Any], Any]:
-    return lambda x: model(x, context)
-
-
-def _format(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)
-
-
-def _sgd(params: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
-    return torch.optim.SGD(params, lr=lr)
+def _loss_with_context(model: nn.Module, loss: Loss, adapting: Any, batch: Any) -> Any:
+    return loss(lambda x: model(x, adapting.context), batch)
 
 
 def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
@@ -234,77 +217,64 @@ def _check_options(method: str, options: dict[str, Any], *chosen: str) -> None:
 
 
 def _no_head(head: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote anil(..., head={_format(head)}).",
-            "a part of the model that has weights, or such weights.",
-            "they are all that the inner loop adapts.",
-            "anil(model, loss, head=model.head).",
-        )
+    shown = type(head).__name__ if isinstance(head, nn.Module) else repr(head)
+    return refusal(
+        f"You wrote anil(..., head={shown}).",
+        "a part of the model that has weights, or such weights.",
+        "they are all that the inner loop adapts.",
+        "anil(model, loss, head=model.head).",
     )
 
 
 def _carrying_loop(backward: Truncated) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave an inner loop with {backward} to multi_step_loss.",
-            "one that starts anew in each call.",
-            "the steps are taken again for each loss.",
-            f"Truncated({backward.k}).",
-        )
+    return refusal(
+        f"You gave an inner loop with {backward} to multi_step_loss.",
+        "one that starts anew in each call.",
+        "the steps are taken again for each loss.",
+        f"Truncated({backward.k}).",
     )
 
 
 def _no_weights(weights: Sequence[float]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave weights={list(weights)}.",
-            "at least one that is not 0.",
-            "the result is the weighted sum of the losses after each step.",
-            "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
-        )
+    return refusal(
+        f"You gave weights={list(weights)}.",
+        "at least one that is not 0.",
+        "the result is the weighted sum of the losses after each step.",
+        "weights=[0.0, 0.0, 1.0] for the loss after the last of three.",
     )
 
 
 def _other_number_of_weights(weights: Sequence[float], steps: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {len(weights)} weights for {steps} steps.",
-            "one for the loss after each step.",
-            "each is measured.",
-            f"weights={[round(1 / max(steps, 1), 3)] * steps}.",
-        )
+    return refusal(
+        f"You gave {len(weights)} weights for {steps} steps.",
+        "one for the loss after each step.",
+        "each is measured.",
+        f"weights={[round(1 / max(steps, 1), 3)] * steps}.",
     )
 
 
 def _no_context(context: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote cavia(..., context={context!r}).",
-            "at least one number, and a whole number of them.",
-            "the context is all that adapts.",
-            "cavia(model, loss, context=5).",
-        )
+    return refusal(
+        f"You wrote cavia(..., context={context!r}).",
+        "at least one number, and a whole number of them.",
+        "the context is all that adapts.",
+        "cavia(model, loss, context=5).",
     )
 
 
 def _model_without_weights(model: nn.Module) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave a {type(model).__name__} without weights to cavia.",
-            "a model with weights.",
-            "the outer loop learns them, and the context is of their kind.",
-            "cavia(model, loss, context=5) for a model that is called as model(x, context).",
-        )
+    return refusal(
+        f"You gave a {type(model).__name__} without weights to cavia.",
+        "a model with weights.",
+        "the outer loop learns them, and the context is of their kind.",
+        "cavia(model, loss, context=5) for a model that is called as model(x, context).",
     )
 
 
 def _option_of_method(method: str, given: str, chosen: tuple[str, ...]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {given} to {method}.",
-            f"other keywords of InnerLoop than {', '.join(chosen)}.",
-            "the method sets it itself.",
-            "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
-        )
+    return refusal(
+        f"You gave {given} to {method}.",
+        f"other keywords of InnerLoop than {', '.join(chosen)}.",
+        "the method sets it itself.",
+        "InnerLoop(model, optimizer, loss, ...) for a method of your own.",
     )

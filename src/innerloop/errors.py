@@ -21,7 +21,7 @@ def four_part(wrote: str, needed: str, why: str, write: str) -> str:
 
 
 def refusal(wrote: str, needed: str, why: str, write: str) -> InnerLoopError:
-    """The error with this four-part message."""
+    """An error with the message of :func:`four_part`, to be raised."""
     return InnerLoopError(four_part(wrote, needed, why, write))
 
 

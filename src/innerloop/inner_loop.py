@@ -31,7 +31,7 @@ from innerloop.guard.graph import reaches
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
-from innerloop.modules.tree import named_tensors, unwrapped
+from innerloop.modules.tree import named_tensors, unwrap
 from innerloop.optim import Rule, from_torch
 from innerloop.optim.settings import merge_settings, plain_settings, write_settings
 from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
@@ -310,7 +310,7 @@ class InnerLoop(nn.Module):
         """
         check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
         check_steady(self.model)
-        template = Template(unwrapped(self.model))
+        template = Template(unwrap(self.model))
         self._check_reach(steps, alone)
         check_steps(self.learned, self._begun(alone) + steps)
         learned = self.learn_init

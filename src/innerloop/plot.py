@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from innerloop.diagnose import Report, diagnose
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 
 if TYPE_CHECKING:
@@ -62,14 +62,12 @@ def _report(what: Any, train: Any, val: Any, tasks: bool | Way | None) -> Report
 
 
 def _not_plottable(what: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave a {type(what).__name__} to plot_unroll"
-            + (" without batches." if isinstance(what, InnerLoop) else "."),
-            "a report of diagnose, or an InnerLoop with its training and validation batches.",
-            "the figure shows its measurements.",
-            "plot_unroll(inner, train, val) or plot_unroll(diagnose(inner, train, val)).",
-        )
+    return refusal(
+        f"You gave a {type(what).__name__} to plot_unroll"
+        + (" without batches." if isinstance(what, InnerLoop) else "."),
+        "a report of diagnose, or an InnerLoop with its training and validation batches.",
+        "the figure shows its measurements.",
+        "plot_unroll(inner, train, val) or plot_unroll(diagnose(inner, train, val)).",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.backward.auto import Forecast, forecast
-from innerloop.backward.segment import Grads, Segment
+from innerloop.backward.segment import Segment, StandIns
 from innerloop.diagnose.tracer import Place, Tracer, failing_place, paths_in_modules
 from innerloop.guard.graph import nodes
 from innerloop.guard.randomness import Devices, Draws, Randomness, devices_of
@@ -159,9 +159,9 @@ class Runs:
         for j in reversed(range(self.steps)):
             state, randomness = kept.pop()
             randomness.set()
-            segment = Segment(step, state, meta, [self.batches[j]], {})
+            segment = Segment(step, state, [self.batches[j]], StandIns({}, meta))
             added: dict[int, Tensor] = {}
-            above = segment.pull(above, _no_gradients(segment.outs), _collect_into(added))
+            above = segment.pull(above, None, _collect_into(added))
             b = {name: g for name, g in zip(state.params, above, strict=False) if name in leaves}
             b_norms.append(_norm(b.values()))
             settings = [t for t in _requiring_grad(meta) if id(t) in added]
@@ -374,10 +374,6 @@ def _gradients(
     if not outputs or not inputs:
         return [None] * len(inputs)
     return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
-
-
-def _no_gradients(outs: Sequence[Any]) -> list[Grads]:
-    return [[None] * len(_tree.leaves(out)) for out in outs]
 
 
 def _collect_into(added: dict[int, Tensor]) -> Callable[[Tensor, Tensor], None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from innerloop.eager import refusals
 from innerloop.eager.optimizer import DifferentiableOptimizer, GradCallback, Override, as_list
 from innerloop.eager.rules import BY_CLASS, class_for, unwrap_optimizer
-from innerloop.modules.patched import patched, reference_params
+from innerloop.modules.patched import patch_module, reference_params
 from innerloop.modules.tree import parameters_of, survey
 
 Device = torch.device | str | None
@@ -48,7 +48,7 @@ def monkeypatch(
         weights = [p.detach().clone().to(device).requires_grad_(p.requires_grad) for p in own]
     else:
         weights = [p.clone().to(device) for p in own]
-    return patched(originals, weights, device, track_higher_grads)
+    return patch_module(originals, weights, device, track_higher_grads)
 
 
 @contextmanager

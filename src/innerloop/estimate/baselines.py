@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 class RunningMean:
@@ -28,13 +28,11 @@ class RunningMean:
 
     def __init__(self, decay: float = 0.9) -> None:
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave decay={decay!r} to RunningMean.",
-                    "a number from 0 to 1, without 1.",
-                    "it is the weight of the old mean.",
-                    "RunningMean(decay=0.9).",
-                )
+            raise refusal(
+                f"You gave decay={decay!r} to RunningMean.",
+                "a number from 0 to 1, without 1.",
+                "it is the weight of the old mean.",
+                "RunningMean(decay=0.9).",
             )
         self.decay = float(decay)
         self.value = 0.0
@@ -78,11 +76,9 @@ def baseline_values(given: Any, values: Tensor) -> Tensor:
 
 
 def _wrong_baseline(wrote: str, needed: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave baseline={wrote} to reinforce.",
-            f"{needed}.",
-            "it is subtracted from the metric of each sample and must not depend on that sample.",
-            "reinforce(logits, metric, samples=8, baseline='leave-one-out').",
-        )
+    return refusal(
+        f"You gave baseline={wrote} to reinforce.",
+        f"{needed}.",
+        "it is subtracted from the metric of each sample and must not depend on that sample.",
+        "reinforce(logits, metric, samples=8, baseline='leave-one-out').",
     )

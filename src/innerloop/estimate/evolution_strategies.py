@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from innerloop import _tree
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.estimate.perturbation import Perturbed, perturb
+from innerloop.errors import InnerLoopError, refusal
+from innerloop.estimate.perturbation import perturb, wrong_argument
 from innerloop.guard.randomness import Draws, Randomness, devices_of
 
 _SIGNS = (1, -1)
@@ -86,7 +86,7 @@ class evolution:
     ) -> None:
         _check_numbers(samples, sigma, seed)
         self.samples, self.sigma, self.persistent = samples, float(sigma), persistent
-        self._of: Perturbed = perturb(function, params, persistent)
+        self._of = perturb(function, params, persistent)
         drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self._generator = torch.Generator().manual_seed(drawn)
         self._sum: list[Tensor] | None = None
@@ -133,7 +133,7 @@ class evolution:
         for p in params:
             step = torch.finfo(p.dtype).eps * float(p.detach().abs().max()) if p.numel() else 0.0
             if self.sigma < step:
-                raise _wrong_argument(
+                raise wrong_argument(
                     f"sigma={self.sigma:g} for parameters of {p.dtype} up to {step:.1e} apart",
                     f"sigma above {step:.1e}, or a higher precision",
                     "smaller changes of such numbers are rounded away",
@@ -195,73 +195,59 @@ def _add(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
 
 
 def _as_value(found: Any) -> Tensor:
-    if isinstance(found, bool | int | float) or (
-        isinstance(found, Tensor) and not found.is_complex()
-    ):
-        # Differences are small against the values: what float32 rounds away would be all of them.
-        if not isinstance(found, Tensor):
-            return torch.tensor(float(found), dtype=torch.float64)
+    # Differences are small against the values: what float32 rounds away would be all of them.
+    if isinstance(found, bool | int | float):
+        return torch.tensor(float(found), dtype=torch.float64)
+    if isinstance(found, Tensor) and not found.is_complex():
         value = found.detach()
         return value if value.is_floating_point() else value.to(torch.float64)
     raise _wrong_value(found)
 
 
 def _wrong_value(found: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"Your function returned a {type(found).__name__}.",
-            "a number or a real tensor.",
-            "the gradient is estimated from differences between values.",
-            "return float(metric), or a tensor with one value for each task.",
-        )
+    return refusal(
+        f"Your function returned a {type(found).__name__}.",
+        "a number or a real tensor.",
+        "the gradient is estimated from differences between values.",
+        "return float(metric), or a tensor with one value for each task.",
     )
 
 
 def _check_numbers(samples: Any, sigma: Any, seed: Any) -> None:
-    whole = isinstance(samples, int) and not isinstance(samples, bool)
-    if not whole or samples < 2 or samples % 2:
-        raise _wrong_argument(
+    if type(samples) is not int or samples < 2 or samples % 2:
+        raise wrong_argument(
             f"samples={samples!r}",
             "an even number, 2 or more",
             "each perturbation is tried in both directions",
         )
     real = isinstance(sigma, int | float) and not isinstance(sigma, bool)
-    if not real or not math.isfinite(sigma) or sigma <= 0:
-        raise _wrong_argument(
+    if not real or not 0 < sigma < math.inf:
+        raise wrong_argument(
             f"sigma={sigma!r}",
             "a number above 0",
             "it is the standard deviation of the perturbations",
         )
-    whole = isinstance(seed, int) and not isinstance(seed, bool)
-    if seed is not None and not (whole and -(2**63) <= seed < 2**64):
-        needed = "a whole number of at most 64 bits"
-        raise _wrong_argument(f"seed={seed!r}", needed, "a torch.Generator is seeded with it")
-
-
-def _wrong_argument(wrote: str, needed: str, why: str) -> InnerLoopError:
-    write = "evolution(inner, samples=16, sigma=0.01, seed=0)."
-    return InnerLoopError(
-        four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
-    )
+    if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**64):
+        raise wrong_argument(
+            f"seed={seed!r}",
+            "a whole number of at most 64 bits",
+            "a torch.Generator is seeded with it",
+        )
 
 
 def _other_samples(saved: int, own: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You loaded the state of {saved} samples.",
-            f"that of {own} samples, as here.",
-            "each sample continues from its own state.",
-            f"evolution(..., samples={saved}).",
-        )
+    return refusal(
+        f"You loaded the state of {saved} samples.",
+        f"that of {own} samples, as here.",
+        "each sample continues from its own state.",
+        f"evolution(..., samples={saved}).",
     )
 
 
 def _changed_parameters() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You changed which parameters require grad, or their shapes, in a persistent run.",
-            "the same parameters in all calls.",
-            "the estimate needs every perturbation since the run began.",
-            "estimator.restart() after such a change.",
-        )
+    return refusal(
+        "You changed which parameters require grad, or their shapes, in a persistent run.",
+        "the same parameters in all calls.",
+        "the estimate needs every perturbation since the run began.",
+        "estimator.restart() after such a change.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from innerloop import _tree
 from innerloop.backward import Implicit, Truncated
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.inner_loop import InnerLoop
 from innerloop.modules.functional import functional
-from innerloop.modules.tree import unwrapped
+from innerloop.modules.tree import unwrap
 
 At = Callable[[list[Tensor], Any, Any, Any], tuple[Any, Any]]
 """Maps values of the parameters, a state, args and kwargs to the value and the next state."""
@@ -30,42 +30,38 @@ class Perturbed(NamedTuple):
     name: str
     now: Callable[[], tuple[list[Tensor], At]]
     """Returns the current parameters, and a function that evaluates at others."""
-    without_grad: bool
+    without_grad: bool = False
     """If true, evaluate under ``no_grad``: an inner loop enables gradients in its own steps."""
 
 
 def perturb(function: Any, params: Any, persistent: bool) -> Perturbed:
     """Prepare the estimator's first argument; refuse what cannot be evaluated."""
+    call = _call_with_state if persistent else _call
     if not isinstance(function, nn.Module):
-        return _of_function(function, params, persistent)
+        return _of_function(function, params, call)
     if params is not None:
-        raise _wrong_argument(
+        raise wrong_argument(
             f"params together with a {type(function).__name__}",
             "a module alone",
             "its own parameters are perturbed, those that require grad",
             "module.requires_grad_(False) for parts that are to stay as they are.",
         )
     if isinstance(function, nn.parallel.DistributedDataParallel):
-        raise _wrong_argument(
+        raise wrong_argument(
             "a DistributedDataParallel",
             "the module in it",
             "the wrapper averages gradients that a backward pass makes, and there is none",
             "evolution(wrapper.module, ...), and torch.distributed.all_reduce over the gradients.",
         )
-    module = unwrapped(function)
+    module = unwrap(function)
     if isinstance(module, InnerLoop):
-        return _of_inner_loop(module, persistent)
-    call = _call_with_state if persistent else _call
-    return Perturbed(type(module).__name__, partial(_replicas, module, call), False)
+        return Perturbed(type(module).__name__, partial(_of_loop, module, persistent), True)
+    return Perturbed(type(module).__name__, partial(_of_module, module, call))
 
 
-def _of_inner_loop(inner: InnerLoop, persistent: bool) -> Perturbed:
-    return Perturbed(type(inner).__name__, partial(_loop_now, inner, persistent), True)
-
-
-def _loop_now(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
+def _of_loop(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
     if not persistent and isinstance(inner.backward, Truncated) and inner.backward.carry:
-        raise _wrong_argument(
+        raise wrong_argument(
             f"an inner loop with {inner.backward}",
             "one that starts anew in each call, or persistent=True",
             "what earlier calls did would be left out, and the samples need states of their "
@@ -73,23 +69,35 @@ def _loop_now(inner: InnerLoop, persistent: bool) -> tuple[list[Tensor], At]:
             "evolution(inner, persistent=True, ...).",
         )
     if persistent and isinstance(inner.backward, Implicit):
-        raise _wrong_argument(
+        raise wrong_argument(
             f"an inner loop with {inner.backward}, and persistent=True",
             "another strategy, or persistent=False",
             "Implicit is about where training ends, and a persistent run is never at its end",
             "evolution(inner, ...), or InnerLoop(..., backward=innerloop.Remat()).",
         )
-    return _replicas(inner, _call_carrying if persistent else _call)
+    return _of_module(inner, _call_carrying if persistent else _call)
 
 
-def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
+def _of_module(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor], At]:
+    template = functional(module).template()
+    own = {name: p for name, p in template.params.items() if p.requires_grad}
+    _check(own.values())
+
+    def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        replica = template.bind({**template.params, **dict(zip(own, values, strict=True))})
+        return call(replica, state, args, kwargs)
+
+    return list(own.values()), at
+
+
+def _of_function(function: Any, params: Any, call: Callable[..., Any]) -> Perturbed:
     if not callable(function):
-        raise _wrong_argument(
+        raise wrong_argument(
             f"a {type(function).__name__}", "a module or a function", "it is called"
         )
     leaves, spec = _tree.flatten(params)
     if params is None or not leaves or not all(isinstance(t, Tensor) for t in leaves):
-        raise _wrong_argument(
+        raise wrong_argument(
             f"a function and params={type(params).__name__}",
             "tensors, in any nesting of lists, tuples and dictionaries",
             "what a function depends on cannot be seen from outside",
@@ -97,36 +105,18 @@ def _of_function(function: Any, params: Any, persistent: bool) -> Perturbed:
         )
     _check(leaves)
     name = getattr(function, "__name__", type(function).__name__)
-    call = _call_with_state if persistent else _call
     # In containers of its own: what happens to those that were given changes nothing.
     own = _tree.unflatten(leaves, spec)
-    return Perturbed(name, partial(_function_now, function, own, call), False)
+    return Perturbed(name, partial(_of_tensors, function, own, call))
 
 
-def _function_now(
-    function: Callable[..., Any], params: Any, call: Callable[..., Any]
-) -> tuple[list[Tensor], At]:
+def _of_tensors(function: Any, params: Any, call: Callable[..., Any]) -> tuple[list[Tensor], At]:
     leaves, spec = _tree.flatten(params)
 
     def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def bound(*rest: Any, **named: Any) -> Any:
-            return function(_tree.unflatten(values, spec), *rest, **named)
-
-        return call(bound, state, args, kwargs)
+        return call(partial(function, _tree.unflatten(values, spec)), state, args, kwargs)
 
     return leaves, at
-
-
-def _replicas(module: nn.Module, call: Callable[..., Any]) -> tuple[list[Tensor], At]:
-    template = functional(module).template()
-    own = {name: p for name, p in template.params.items() if p.requires_grad}
-    _check(list(own.values()))
-
-    def at(values: list[Tensor], state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        replica = template.bind({**template.params, **dict(zip(own, values, strict=True))})
-        return call(replica, state, args, kwargs)
-
-    return list(own.values()), at
 
 
 def _call(function: Any, _: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
@@ -137,7 +127,7 @@ def _call_with_state(function: Any, state: Any, args: Any, kwargs: Any) -> tuple
     found = function(state, *args, **kwargs)
     if isinstance(found, tuple) and len(found) == 2:
         return found
-    raise _wrong_argument(
+    raise wrong_argument(
         f"a function that returned a {type(found).__name__}",
         "a value and a state",
         "with persistent=True each sample goes on from its state",
@@ -151,7 +141,7 @@ def _call_carrying(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[An
     replica._carried = state
     value = replica(*args, **kwargs)
     if state is not None and replica._carried.keys() != state.keys():
-        raise _wrong_argument(
+        raise wrong_argument(
             "other tasks than in the call before",
             "the same tasks in all calls of a persistent run",
             "each task goes on from where it was",
@@ -160,15 +150,15 @@ def _call_carrying(replica: Any, state: Any, args: Any, kwargs: Any) -> tuple[An
     return value, replica._carried
 
 
-def _check(params: list[Tensor]) -> None:
+def _check(params: Collection[Tensor]) -> None:
     """Refuse parameters that cannot receive the estimate."""
     if not params:
-        raise _wrong_argument(
+        raise wrong_argument(
             "nothing that requires grad", "at least one parameter", "it gets the estimate"
         )
     for p in params:
         if not p.requires_grad or p.is_complex():
-            raise _wrong_argument(
+            raise wrong_argument(
                 f"a tensor of {p.dtype} with requires_grad={p.requires_grad}",
                 "real tensors that require grad",
                 "the estimate is given to them by backward()",
@@ -176,9 +166,11 @@ def _check(params: list[Tensor]) -> None:
             )
 
 
-def _wrong_argument(
-    wrote: str, needed: str, why: str, write: str = "evolution(inner, seed=0)."
+def wrong_argument(
+    wrote: str,
+    needed: str,
+    why: str,
+    write: str = "evolution(inner, samples=16, sigma=0.01, seed=0).",
 ) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)
-    )
+    """The refusal of an argument of ``evolution``."""
+    return refusal(f"You gave {wrote} to evolution.", f"{needed}.", f"{why}.", write)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.estimate.baselines import RunningMean, baseline_values
 
 
@@ -89,13 +89,11 @@ def _as_metric(value: Any, scores: Tensor) -> Tensor:
 
 def _wrong_metric(value: Any, shape: tuple[int, ...]) -> InnerLoopError:
     wrote = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    return InnerLoopError(
-        four_part(
-            f"Your metric returned {wrote} for predictions of shape {shape}.",
-            f"a number, or a real tensor whose shape is the beginning of {shape}.",
-            "the metric of a part is credited to the predictions of that part.",
-            "metric=lambda drawn: (drawn != labels).float(), or .mean() of it.",
-        )
+    return refusal(
+        f"Your metric returned {wrote} for predictions of shape {shape}.",
+        f"a number, or a real tensor whose shape is the beginning of {shape}.",
+        "the metric of a part is credited to the predictions of that part.",
+        "metric=lambda drawn: (drawn != labels).float(), or .mean() of it.",
     )
 
 
@@ -123,6 +121,4 @@ def _check(predicted: Any, metric: Any, samples: Any) -> None:
 
 def _wrong_argument(wrote: str, needed: str, why: str) -> InnerLoopError:
     write = "reinforce(model(x), lambda drawn: (drawn != y).float(), samples=8)."
-    return InnerLoopError(
-        four_part(f"You gave {wrote} to reinforce.", f"{needed}.", f"{why}.", write)
-    )
+    return refusal(f"You gave {wrote} to reinforce.", f"{needed}.", f"{why}.", write)

@@ -113,7 +113,14 @@ class Draws:
             random.setstate(self._python)
         if self._numpy is not None and self._state is not None:
             now = self._numpy.get_state(legacy=False)
-            if str(now) != str(self._state):
+            if not _is_same(now, self._state):
                 self._numpy.set_state(self._state)
                 drawn = True
         return drawn
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    """Compares two states of a NumPy generator: dictionaries of numbers, names and an array."""
+    if isinstance(state, dict):
+        return all(_is_same(value, other[name]) for name, value in state.items())
+    return bytes(state) == bytes(other) if hasattr(state, "tobytes") else state == other

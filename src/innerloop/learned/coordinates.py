@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import refusal
 
 STEP = "step"
 """In a state: the number of updates of each tensor. [tensors]; all else is [coordinates, ...]."""
@@ -72,33 +72,13 @@ def join_states(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def check_tensors(params: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse weights that are complex or on several devices."""
-    for name, p in params:
+def check_real(params: Mapping[str, Tensor]) -> None:
+    """Refuse complex weights, whose imaginary part would be lost."""
+    for name, p in params.items():
         if p.is_complex():
-            raise _complex_weight(name)
-    devices = {str(p.device) for _, p in params}
-    if len(devices) > 1:
-        raise _several_devices(sorted(devices))
-
-
-def _complex_weight(name: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The weight {name!r} is complex.",
-            "real weights.",
-            "a learned optimizer maps real numbers to real numbers, for each coordinate.",
-            "torch.view_as_real(weight) as the parameter.",
-        )
-    )
-
-
-def _several_devices(devices: list[str]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The weights are on {', '.join(devices)}.",
-            "weights on one device.",
-            "all of them are coordinates of one vector.",
-            "model.to(device).",
-        )
-    )
+            raise refusal(
+                f"The weight {name!r} is complex.",
+                "real weights.",
+                "a learned optimizer maps real numbers to real numbers, for each coordinate.",
+                "torch.view_as_real(weight) as the parameter.",
+            )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from innerloop._numerics import full_precision, widened
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.learned.state_check import StateCheckedModule
 
 _KINDS = ("values", "classes")
@@ -88,17 +88,17 @@ class LearnedLoss(StateCheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if targets not in _KINDS:
-            raise InnerLoopError(_unknown_targets(targets))
-        if form not in FORMS:
-            raise InnerLoopError(_unknown_form(form))
-        hidden = [operator.index(width) for width in hidden]
-        _check_counts(extras=extras, moments=moments, steps=steps)
+        _check_choice("targets", targets, _KINDS)
+        _check_choice("form", form, FORMS)
+        for name, count in {"extras": extras, "moments": moments, "steps": steps}.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise _no_count(name, count)
         if moments and (targets == "classes" or not extras):
-            raise InnerLoopError(_impossible_moments(targets, extras, moments))
+            raise _impossible_moments(targets, extras, moments)
         if centered and targets != "classes":
-            raise InnerLoopError(_impossible_centering())
+            raise _impossible_centering()
         self.targets, self.form, self.extras, self.steps = targets, form, extras, steps
+        hidden = [operator.index(width) for width in hidden]
         self.kind = {
             "targets": targets,
             "form": form,
@@ -123,7 +123,7 @@ class LearnedLoss(StateCheckedModule):
         """Return the loss of predictions, or of a model on a batch (x, target, *extras)."""
         if not isinstance(prediction, Tensor):
             if not isinstance(target, list | tuple) or len(target) < 2:
-                raise InnerLoopError(_not_a_batch(target))
+                raise _not_a_batch(target)
             x, target, *rest = target
             prediction, extras = prediction(x), (*extras, *rest)
         prediction = widened(prediction)
@@ -152,18 +152,17 @@ class LearnedLoss(StateCheckedModule):
         They depend on the extras alone.
         """
         if self.moments is None:
-            raise InnerLoopError(_impossible_moments(self.targets, self.extras, 0))
-        inputs, at = self._split_extras(extras)
+            raise _impossible_moments(self.targets, self.extras, 0)
         prediction = widened(prediction)
-        return _apply_network(self.moments, self._read(prediction, at, *inputs)).to(
-            prediction.dtype
-        )
+        inputs, at = self._split_extras(extras)
+        weights = _apply_network(self.moments, self._read(prediction, at, *inputs))
+        return weights.to(prediction.dtype)
 
     def _split_extras(self, extras: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
         """Return the extras without the step, and the step as a one-hot vector. [steps]"""
         needed = self.extras + bool(self.steps)
         if len(extras) != needed:
-            raise InnerLoopError(_other_number_of_extras(needed, len(extras), bool(self.steps)))
+            raise _other_number_of_extras(needed, len(extras), bool(self.steps))
         weight = next(self.net.parameters())
         places = torch.arange(self.steps, device=weight.device)
         if not self.steps:
@@ -182,7 +181,7 @@ class LearnedLoss(StateCheckedModule):
                 right = target.long().unsqueeze(-1)
                 target = torch.zeros_like(prediction).scatter(-1, right, 1.0)
         if prediction.shape != target.shape:
-            raise InnerLoopError(_other_shape(prediction, target))
+            raise _other_shape(prediction, target)
         read = [_expand(prediction, number) for number in (prediction, target, *extras)]
         if self.form == "weighted" and right is not None:
             read = [number.gather(-1, right) for number in read]
@@ -225,7 +224,7 @@ class LearnedLoss(StateCheckedModule):
         if state != self.kind:
             known = isinstance(state, dict) and set(state) == set(self.kind)
             kind = f"LearnedLoss({_format(state)})" if known else ""
-            raise InnerLoopError(_other_settings(kind, self.extra_repr()))
+            raise _other_settings(kind or "something else", self.extra_repr())
 
     def extra_repr(self) -> str:
         return _format(self.kind)
@@ -254,130 +253,23 @@ def _network(widths: Sequence[int], dtype: torch.dtype | None) -> nn.Sequential:
 def _expand(prediction: Tensor, number: Any) -> Tensor:
     if isinstance(number, numbers.Real):
         return torch.full_like(prediction, float(number))
-    if not isinstance(number, Tensor):
-        raise InnerLoopError(_not_a_number(number))
     # With fewer axes [points] would be taken for the last axis of [points, points].
-    pairs = zip(number.shape, prediction.shape, strict=False)
-    if number.dim() != prediction.dim() or any(one not in (1, whole) for one, whole in pairs):
-        raise InnerLoopError(_other_axes(prediction, number))
+    if not isinstance(number, Tensor) or number.dim() != prediction.dim():
+        raise _wrong_extra(prediction, number)
+    pairs = zip(number.shape, prediction.shape, strict=True)
+    if any(own not in (1, whole) for own, whole in pairs):
+        raise _wrong_extra(prediction, number)
     return number.to(prediction.dtype).expand_as(prediction)
 
 
-def _unknown_targets(targets: Any) -> str:
-    return four_part(
-        f"You gave targets={targets!r}.",
-        "'values' or 'classes'.",
-        "a class number is not a point on a line.",
-        "LearnedLoss('values') for regression, LearnedLoss('classes') for logits.",
-    )
-
-
-def _unknown_form(form: Any) -> str:
-    return four_part(
-        f"You gave form={form!r}.",
-        "'free' or 'weighted'.",
-        "the network computes the loss, or a weight of the ordinary one.",
-        "LearnedLoss(form='weighted') to begin with the ordinary loss.",
-    )
-
-
-def _other_settings(saved: str, own: str) -> str:
-    return four_part(
-        f"The state is that of {saved or 'something else'}, this is LearnedLoss({own}).",
-        "the same settings.",
-        "a weight may fit and mean something else: the loss, or a factor of it.",
-        f"{saved or 'the module that was saved'}, then load_state_dict.",
-    )
-
-
-def _no_count(name: str, count: Any) -> str:
-    return four_part(
-        f"You gave {name}={count!r} to LearnedLoss.",
-        "a whole number, 0 or more.",
-        "it is a number of inputs or outputs of the network.",
-        "LearnedLoss(extras=1, moments=16), or none of them.",
-    )
-
-
-def _no_step(step: Any) -> str:
-    return four_part(
-        f"The step, the last of the extras, is {step!r}.",
-        "a whole number from 0 on.",
-        "the loss was made with steps, and distinguishes them by their number.",
-        "criterion(prediction, target, *extras, 0) for the first step.",
-    )
-
-
-def _other_shape(prediction: Tensor, target: Tensor) -> str:
-    return four_part(
-        f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}.",
-        "the same shape; or for targets='classes' logits [..., classes] and whole numbers [...].",
-        "each coordinate of a prediction is compared with one of the target.",
-        "criterion(model(x), y.unsqueeze(-1)) if only a last axis is missing.",
-    )
-
-
-def _other_axes(prediction: Tensor, extra: Tensor) -> str:
-    return four_part(
-        f"The prediction has shape {tuple(prediction.shape)}, an extra {tuple(extra.shape)}.",
-        "as many axes, each as long or 1 long.",
-        "it is clear then which number belongs to which coordinate.",
-        "extra.unsqueeze(-1) for one number per example.",
-    )
-
-
-def _check_counts(**given: Any) -> None:
-    for name, count in given.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise InnerLoopError(_no_count(name, count))
-
-
-def _impossible_moments(targets: str, extras: int, moments: int) -> str:
-    return four_part(
-        f"You gave moments={moments} with targets={targets!r} and extras={extras}.",
-        "targets='values' and at least one extra.",
-        "a moment is a mean of errors, each weighted by a function of the extras.",
-        "LearnedLoss(extras=1, moments=16) and the input as the extra, or moments=0.",
-    )
-
-
-def _impossible_centering() -> str:
-    return four_part(
-        "You gave centered=True with targets='values'.",
-        "targets='classes'.",
-        "the mean of logits carries no information, that of values is part of the prediction.",
-        "LearnedLoss(extras=1, moments=16), with which values count together, or centered=False.",
-    )
-
-
-def _other_number_of_extras(needed: int, found: int, step: bool) -> str:
-    last = ", the last of them the step" if step else ""
-    return four_part(
-        f"The loss was called with {found} extras.",
-        f"{needed}, as it was made{last}.",
-        "its network has one input for each.",
-        "criterion(prediction, target, *extras), or a batch (x, target, *extras).",
-    )
-
-
-def _not_a_number(extra: Any) -> str:
-    return four_part(
-        f"An extra is a {type(extra).__name__}.",
-        "a number, or a tensor that broadcasts to the prediction's shape.",
-        "the network reads a number for each coordinate.",
-        "a float, or a tensor with as many axes as the prediction.",
-    )
-
-
-def _not_a_batch(batch: Any) -> str:
-    several = isinstance(batch, list | tuple)
-    found = f"{type(batch).__name__} of {len(batch)}" if several else type(batch).__name__
-    return four_part(
-        f"The batch is a {found}.",
-        "(x, target), or (x, target, *extras).",
-        "the model is called with the first, and the result compared with the second.",
-        "criterion(model, (x, target)).",
-    )
+def _check_choice(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise refusal(
+            f"You gave {name}={given!r} to LearnedLoss.",
+            f"{' or '.join(map(repr, choices))}.",
+            "it decides what the network reads, and what its output means.",
+            f"LearnedLoss({name}={choices[-1]!r}), or leave it out.",
+        )
 
 
 def _step_index(step: Any, last: int) -> Tensor:
@@ -392,7 +284,7 @@ def _step_index(step: Any, last: int) -> Tensor:
     except TypeError:
         number = -1
     if number < 0:
-        raise InnerLoopError(_no_step(step))
+        raise _no_step(step)
     return torch.tensor(min(number, last))
 
 
@@ -401,3 +293,91 @@ def _mean_logits(logits: Tensor) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     possible = flat != -math.inf
     return torch.where(possible, flat, 0.0).sum(0) / possible.sum(0).clamp(min=1)
+
+
+# Refusals. --------------------------------------------------------------------------------------
+
+
+def _other_settings(saved: str, own: str) -> InnerLoopError:
+    return refusal(
+        f"The state is that of {saved}, this is LearnedLoss({own}).",
+        "the same settings.",
+        "a weight may fit and mean something else: the loss, or a factor of it.",
+        "LearnedLoss with the settings that were saved, then load_state_dict.",
+    )
+
+
+def _no_count(name: str, count: Any) -> InnerLoopError:
+    return refusal(
+        f"You gave {name}={count!r} to LearnedLoss.",
+        "a whole number, 0 or more.",
+        "it is a number of inputs or outputs of the network.",
+        "LearnedLoss(extras=1, moments=16), or none of them.",
+    )
+
+
+def _no_step(step: Any) -> InnerLoopError:
+    return refusal(
+        f"The step, the last of the extras, is {step!r}.",
+        "a whole number from 0 on.",
+        "the loss was made with steps, and distinguishes them by their number.",
+        "criterion(prediction, target, *extras, 0) for the first step.",
+    )
+
+
+def _other_shape(prediction: Tensor, target: Tensor) -> InnerLoopError:
+    return refusal(
+        f"The prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}.",
+        "the same shape; or for targets='classes' logits [..., classes] and whole numbers [...].",
+        "each coordinate of a prediction is compared with one of the target.",
+        "criterion(model(x), y.unsqueeze(-1)) if only a last axis is missing.",
+    )
+
+
+def _wrong_extra(prediction: Tensor, extra: Any) -> InnerLoopError:
+    shape = f" of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else ""
+    return refusal(
+        f"An extra is a {type(extra).__name__}{shape}, for a prediction of shape "
+        f"{tuple(prediction.shape)}.",
+        "a number, or a tensor with as many axes, each as long or 1 long.",
+        "it is clear then which number belongs to which coordinate.",
+        "extra.unsqueeze(-1) for one number per example.",
+    )
+
+
+def _impossible_moments(targets: str, extras: int, moments: int) -> InnerLoopError:
+    return refusal(
+        f"You gave moments={moments} with targets={targets!r} and extras={extras}.",
+        "targets='values' and at least one extra.",
+        "a moment is a mean of errors, each weighted by a function of the extras.",
+        "LearnedLoss(extras=1, moments=16) and the input as the extra, or moments=0.",
+    )
+
+
+def _impossible_centering() -> InnerLoopError:
+    return refusal(
+        "You gave centered=True with targets='values'.",
+        "targets='classes'.",
+        "the mean of logits carries no information, that of values is part of the prediction.",
+        "LearnedLoss(extras=1, moments=16), with which values count together, or centered=False.",
+    )
+
+
+def _other_number_of_extras(needed: int, found: int, step: bool) -> InnerLoopError:
+    last = ", the last of them the step" if step else ""
+    return refusal(
+        f"The loss was called with {found} extras.",
+        f"{needed}, as it was made{last}.",
+        "its network has one input for each.",
+        "criterion(prediction, target, *extras), or a batch (x, target, *extras).",
+    )
+
+
+def _not_a_batch(batch: Any) -> InnerLoopError:
+    count = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+    return refusal(
+        f"The batch is a {type(batch).__name__}{count}.",
+        "(x, target), or (x, target, *extras).",
+        "the model is called with the first, and the result compared with the second.",
+        "criterion(model, (x, target)).",
+    )

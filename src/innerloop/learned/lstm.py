@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import refusal
 from innerloop.learned.coordinates import Coordinates
 from innerloop.learned.optimizer import LearnedOptimizer, Memory
 
@@ -57,13 +57,11 @@ class LSTMOptimizer(LearnedOptimizer):
     ) -> None:
         super().__init__()
         if hidden < 1 or layers < 1 or not 0 < preprocess < 80:
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote LSTMOptimizer({hidden}, {layers}, {preprocess}).",
-                    "at least one layer, one hidden unit, and a scale between 0 and 80.",
-                    "they are the sizes of a network, a divisor, and an exponent.",
-                    "LSTMOptimizer(hidden=20, layers=2, preprocess=10.0).",
-                )
+            raise refusal(
+                f"You wrote LSTMOptimizer({hidden}, {layers}, {preprocess}).",
+                "at least one layer, one hidden unit, and a scale between 0 and 80.",
+                "they are the sizes of a network, a divisor, and an exponent.",
+                "LSTMOptimizer(hidden=20, layers=2, preprocess=10.0).",
             )
         self.hidden, self.layers, self.preprocess, self.scale = hidden, layers, preprocess, scale
         widths = [2, *[hidden] * (layers - 1)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import refusal
 from innerloop.learned.coordinates import Coordinates
 from innerloop.learned.optimizer import LearnedOptimizer, Memory
 
@@ -46,13 +46,11 @@ class MLPOptimizer(LearnedOptimizer):
     ) -> None:
         super().__init__()
         if hidden < 1 or not all(0 <= decay < 1 for decay in decays):
-            raise InnerLoopError(
-                four_part(
-                    f"You wrote MLPOptimizer({hidden}, {tuple(decays)}).",
-                    "at least one hidden unit, and decays from 0 to 1, without 1.",
-                    "they are the width of a network, and how much of a running mean stays.",
-                    "MLPOptimizer(hidden=32, decays=(0.5, 0.9, 0.99, 0.999)).",
-                )
+            raise refusal(
+                f"You wrote MLPOptimizer({hidden}, {tuple(decays)}).",
+                "at least one hidden unit, and decays from 0 to 1, without 1.",
+                "they are the width of a network, and how much of a running mean stays.",
+                "MLPOptimizer(hidden=32, decays=(0.5, 0.9, 0.99, 0.999)).",
             )
         self.hidden, self.decays, self.scale = hidden, tuple(decays), scale
         read = len(decays) + 2

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.learned.coordinates import (
     STEP,
     Coordinates,
-    check_tensors,
+    check_real,
     from_vector,
     join_states,
     split_state,
@@ -116,7 +116,7 @@ class LearnedOptimizer(StateCheckedModule, abc.ABC):
 
     def init(self, params: Mapping[str, Tensor]) -> Memory:
         """Return the state before the first step."""
-        check_tensors(list(params.items()))
+        check_real(params)
         return join_states([self.start_state(p) for p in params.values()]) if params else {}
 
     def update(
@@ -196,61 +196,51 @@ def _shapes(state: Memory) -> dict[str, torch.Size]:
 
 
 def _other_kind(learned: LearnedOptimizer, state: Any, settings: Sequence[str]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You loaded a state with {sorted(state)} into {type(learned).__name__}.",
-            f"one with {sorted(settings)}.",
-            "each kind of optimizer learns something else.",
-            "load_state_dict of an optimizer of the kind that was saved.",
-        )
+    return refusal(
+        f"You loaded a state with {sorted(state)} into {type(learned).__name__}.",
+        f"one with {sorted(settings)}.",
+        "each kind of optimizer learns something else.",
+        "load_state_dict of an optimizer of the kind that was saved.",
     )
 
 
 def _wrong_memory(count: int, name: str, memory: Tensor) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The memory of {count} coordinates has {name!r} of shape {tuple(memory.shape)}.",
-            f"[{count}, ...], under any name but {STEP!r}.",
-            "each coordinate has its own; steps are counted already.",
-            "def memory(self, count): return {'mean': torch.zeros(count)}.",
-        )
+    return refusal(
+        f"The memory of {count} coordinates has {name!r} of shape {tuple(memory.shape)}.",
+        f"[{count}, ...], under any name but {STEP!r}.",
+        "each coordinate has its own; steps are counted already.",
+        "def memory(self, count): return {'mean': torch.zeros(count)}.",
     )
 
 
 def _no_parameters(learned: LearnedOptimizer) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"Your {type(learned).__name__} has no parameters.",
-            "at least one.",
-            "it computes in their precision, and they are what is learned.",
-            "self.rate = torch.nn.Parameter(torch.tensor(0.1)).",
-        )
+    return refusal(
+        f"Your {type(learned).__name__} has no parameters.",
+        "at least one.",
+        "it computes in their precision, and they are what is learned.",
+        "self.rate = torch.nn.Parameter(torch.tensor(0.1)).",
     )
 
 
 def _other_optimizer(learned: LearnedOptimizer, optimizer: Any) -> InnerLoopError:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return InnerLoopError(
-        four_part(
-            f"You wrote the state of {type(learned).__name__} to {kind.__name__}.",
-            "an optimizer made by its as_torch_optimizer, over all trained weights of the model "
-            "that is written to.",
-            "the state is kept by weight, and differs between kinds of optimizers.",
-            "optimizer = learned.as_torch_optimizer(model.parameters()), and "
-            "adapted.write_to(model, optimizer).",
-        )
+    return refusal(
+        f"You wrote the state of {type(learned).__name__} to {kind.__name__}.",
+        "an optimizer made by its as_torch_optimizer, over all trained weights of the model "
+        "that is written to.",
+        "the state is kept by weight, and differs between kinds of optimizers.",
+        "optimizer = learned.as_torch_optimizer(model.parameters()), and "
+        "adapted.write_to(model, optimizer).",
     )
 
 
 def _wrong_change(learned: LearnedOptimizer, found: Any, at: Coordinates) -> InnerLoopError:
     first = found[0] if isinstance(found, tuple) and found else found
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
-    return InnerLoopError(
-        four_part(
-            f"{type(learned).__name__}.change returned a {type(found).__name__}, first a "
-            f"{type(first).__name__}{shape}.",
-            f"a change of shape {tuple(at.weight.shape)}, and the new memory.",
-            "every coordinate is moved by a number of its own.",
-            "return -self.rate * at.grad, memory.",
-        )
+    return refusal(
+        f"{type(learned).__name__}.change returned a {type(found).__name__}, first a "
+        f"{type(first).__name__}{shape}.",
+        f"a change of shape {tuple(at.weight.shape)}, and the new memory.",
+        "every coordinate is moved by a number of its own.",
+        "return -self.rate * at.grad, memory.",
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import full_precision
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.learned.coordinates import check_tensors, join_states, split_state
+from innerloop.errors import InnerLoopError, four_part, refusal
+from innerloop.learned.coordinates import check_real, join_states, split_state
 from innerloop.optim.convert import NoRule
 
 _LEARNED = "learned"
@@ -50,8 +50,7 @@ class TorchOptimizer(NoRule):
             raise _wrong_lr(group["lr"])
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = self.learned.names_of(group, first)
-        others = [p for g in self.param_groups for p in g["params"]][:first]
-        check_tensors([*zip(names, group["params"], strict=True), *(("", p) for p in others)])
+        check_real(dict(zip(names, group["params"], strict=True)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -76,12 +75,15 @@ class TorchOptimizer(NoRule):
             found += [(name, p, group["lr"]) for name, p in named if p.grad is not None]
         return found
 
-    def _move(self, names: tuple[str, ...], params: tuple[Tensor, ...], rates: Any) -> None:
+    def _move(self, names: tuple[str, ...], params: tuple[Any, ...], rates: Any) -> None:
         learned = self.learned.to(params[0].device)
+        grads = [p.grad for p in params]
+        for name, grad in zip(names, grads, strict=True):
+            if grad.is_sparse:
+                raise _sparse_grad(name)
         for p in params:
             if p not in self.state:
                 self.state[p] = learned.start_state(p)
-        grads = [_dense_grad(name, p) for name, p in zip(names, params, strict=True)]
         state = join_states([self.state[p] for p in params])
         changes, state = learned.changes(names, params, grads, state)
         parts = split_state(state, [p.numel() for p in params])
@@ -123,42 +125,28 @@ class TorchOptimizer(NoRule):
         return {**super().__getstate__(), _LEARNED: self.learned}
 
 
-def _dense_grad(name: str, param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse:
-        raise _sparse_grad(name)
-    return grad
-
-
 def _wrong_lr(lr: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave lr={lr} to as_torch_optimizer.",
-            "a number, 0 or more.",
-            "it is a factor of every learned change.",
-            "as_torch_optimizer(params, lr=1.0), the learned update itself.",
-        )
+    return refusal(
+        f"You gave lr={lr} to as_torch_optimizer.",
+        "a number, 0 or more.",
+        "it is a factor of every learned change.",
+        "as_torch_optimizer(params, lr=1.0), the learned update itself.",
     )
 
 
 def _no_learned_state() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You loaded a state without 'learned'.",
-            "the state_dict of an optimizer made by as_torch_optimizer.",
-            "the learned parameters are a part of it.",
-            "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
-        )
+    return refusal(
+        "You loaded a state without 'learned'.",
+        "the state_dict of an optimizer made by as_torch_optimizer.",
+        "the learned parameters are a part of it.",
+        "optimizer.load_state_dict(saved), where saved is optimizer.state_dict().",
     )
 
 
 def _sparse_grad(name: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The gradient of {name!r} is sparse.",
-            "dense gradients.",
-            "every coordinate has a memory, which changes at each step.",
-            "torch.nn.Embedding(..., sparse=False).",
-        )
+    return refusal(
+        f"The gradient of {name!r} is sparse.",
+        "dense gradients.",
+        "every coordinate has a memory, which changes at each step.",
+        "torch.nn.Embedding(..., sparse=False).",
     )

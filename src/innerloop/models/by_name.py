@@ -10,14 +10,23 @@ from functools import partial
 import torch
 from torch import nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.models.checks import check_size
 from innerloop.models.densenet import DenseNet, DenseNetBC
 from innerloop.models.mlp import MLP
-from innerloop.models.resnet import BLOCKS, ResNet
+from innerloop.models.resnet import ResNet
 from innerloop.models.vgg import VGG
 
-NAMES = ("vgg", "resnet-4", "resnet-8", "resnet-12", "densenet-8", "densenet-bc-12-100", "mlp")
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vgg": VGG,
+    "resnet-4": partial(ResNet, layers=1),
+    "resnet-8": partial(ResNet, layers=2),
+    "resnet-12": partial(ResNet, layers=3),
+    "densenet-8": DenseNet,
+    "densenet-bc-12-100": DenseNetBC,
+    "mlp": MLP,
+}
+NAMES = tuple(_MODELS)
 MOST_WEIGHTS = 10**8  # DenseNet-BC(40, 190), the largest of Huang et al., has 26 million
 
 _GROWTH_AND_DEPTH = re.compile(r"densenet-bc-([0-9]{1,6})-([0-9]{1,6})")
@@ -58,7 +67,7 @@ def build(
 def check(name: str) -> None:
     """Refuse an unknown name, and a DenseNet-BC that cannot be built, before any work."""
     constructor = _constructor(name)
-    if isinstance(name, str) and _GROWTH_AND_DEPTH.fullmatch(name):
+    if _GROWTH_AND_DEPTH.fullmatch(name):
         _check_weights(name, constructor, {})
 
 
@@ -66,11 +75,9 @@ def _constructor(name: str) -> Callable[..., nn.Module]:
     if growth_and_depth := _GROWTH_AND_DEPTH.fullmatch(str(name)):
         growth, depth = map(int, growth_and_depth.groups())
         return partial(DenseNetBC, growth, depth)
-    if name not in NAMES:
+    if str(name) not in NAMES:
         raise _unknown_name(name)
-    if name.startswith("resnet-"):
-        return partial(ResNet, layers=int(name.removeprefix("resnet-")) // BLOCKS)
-    return {"vgg": VGG, "densenet-8": DenseNet, "mlp": MLP}[name]
+    return _MODELS[name]
 
 
 def _check_weights(name: str, build: Callable[[], nn.Module], shape: dict[str, int]) -> None:
@@ -85,35 +92,29 @@ def _unknown_name(name: object) -> InnerLoopError:
     wrote = str(name).lower()
     likely = [known for known in NAMES if known.startswith(wrote)] or NAMES
     nearest = difflib.get_close_matches(wrote, likely, n=1, cutoff=0)[0]
-    return InnerLoopError(
-        four_part(
-            f"You asked for the model {name!r}.",
-            f"one of {', '.join(NAMES)}.",
-            "models are built by these names only.",
-            f"{nearest!r}.",
-        )
+    return refusal(
+        f"You asked for the model {name!r}.",
+        f"one of {', '.join(NAMES)}.",
+        "models are built by these names only.",
+        f"{nearest!r}.",
     )
 
 
 def _filters_beside_growth(name: str, filters: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave filters={filters!r} to {name}.",
-            "no filters.",
-            "the name already says how wide the model is.",
-            f"the growth rate into the name: 'densenet-bc-{filters}-100'.",
-        )
+    return refusal(
+        f"You gave filters={filters!r} to {name}.",
+        "no filters.",
+        "the name already says how wide the model is.",
+        f"the growth rate into the name: 'densenet-bc-{filters}-100'.",
     )
 
 
 def _too_large(name: str, shape: dict[str, int], count: int) -> InnerLoopError:
     given = "".join(f", {setting}={value}" for setting, value in shape.items())
     smaller = "filters=64" if "filters" in shape else "'densenet-bc-12-100'"
-    return InnerLoopError(
-        four_part(
-            f"You asked for {name}{given}, which has {count:.1e} weights.",
-            f"at most {MOST_WEIGHTS:.0e}.",
-            "weights, their gradients and the optimizer's state have to be in memory.",
-            f"smaller numbers, for example {smaller}.",
-        )
+    return refusal(
+        f"You asked for {name}{given}, which has {count:.1e} weights.",
+        f"at most {MOST_WEIGHTS:.0e}.",
+        "weights, their gradients and the optimizer's state have to be in memory.",
+        f"smaller numbers, for example {smaller}.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 def check_counts(**given: Any) -> list[int]:
@@ -31,22 +31,18 @@ def _check_count(name: str, value: Any) -> int:
 
 
 def _no_count(name: str, value: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {name}={value!r}.",
-            "a whole number, at least 1.",
-            "it is the size of a layer.",
-            f"for example {name}=5.",
-        )
+    return refusal(
+        f"You gave {name}={value!r}.",
+        "a whole number, at least 1.",
+        "it is the size of a layer.",
+        f"for example {name}=5.",
     )
 
 
 def _too_small(size: Any, least: int, model: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave size={size} to {model}.",
-            f"images of at least {least} by {least} pixels.",
-            "each pooling halves them, and nothing would be left.",
-            f"size={least} or more, or a model without pooling: mlp.",
-        )
+    return refusal(
+        f"You gave size={size} to {model}.",
+        f"images of at least {least} by {least} pixels.",
+        "each pooling halves them, and nothing would be left.",
+        f"size={least} or more, or a model without pooling: mlp.",
     )

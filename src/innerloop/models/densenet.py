@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.models.checks import check_counts, check_size
-from innerloop.models.layers import average, batch_norm, conv, initialize_he
+from innerloop.models.layers import batch_norm, conv, initialize_he
 
 BLOCKS = 4
 LAYERS = 2
@@ -58,7 +58,7 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of images. [batch, channel, height, width] -> [batch, classes]"""
-        return self.linear(average(self.features(x)))
+        return self.linear(self.features(x).mean((2, 3)))
 
 
 class DenseNetBC(nn.Module):
@@ -102,7 +102,7 @@ class DenseNetBC(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of images. [batch, channel, height, width] -> [batch, classes]"""
-        return self.linear(average(self.features(x)))
+        return self.linear(self.features(x).mean((2, 3)))
 
 
 def _layers_per_block(depth: int) -> int:
@@ -112,13 +112,11 @@ def _layers_per_block(depth: int) -> int:
 
 
 def _wrong_depth(depth: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave depth={depth!r} to DenseNet-BC.",
-            f"4 more than a multiple of 6: 10, 16, …, 40, 100, 190, 250, at most {DEEPEST}.",
-            "three blocks share the layers evenly, two convolutions in each layer.",
-            "depth=100, or depth=10 for the smallest.",
-        )
+    return refusal(
+        f"You gave depth={depth!r} to DenseNet-BC.",
+        f"4 more than a multiple of 6: 10, 16, …, 40, 100, 190, 250, at most {DEEPEST}.",
+        "three blocks share the layers evenly, two convolutions in each layer.",
+        "depth=100, or depth=10 for the smallest.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 def conv(channels: int, out: int, kernel: int = 3) -> nn.Conv2d:
@@ -30,11 +30,6 @@ def initialize_he(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def average(x: Tensor) -> Tensor:
-    """Average over height and width. [batch, channel, height, width] -> [batch, channel]"""
-    return x.mean((2, 3))
-
-
 def flatten(x: Tensor, features: int) -> Tensor:
     """Flatten each image to a row; refuse images that leave another number of features."""
     rows = x.flatten(1)
@@ -44,11 +39,9 @@ def flatten(x: Tensor, features: int) -> Tensor:
 
 
 def _other_features(found: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave images that leave {found} features for the linear layer.",
-            f"images that leave {needed}: square, of the size the model was built for.",
-            "the layer has a weight for each of them.",
-            "build(..., size=...) with the images' height and width, or a resnet, which takes any.",
-        )
+    return refusal(
+        f"You gave images that leave {found} features for the linear layer.",
+        f"images that leave {needed}: square, of the size the model was built for.",
+        "the layer has a weight for each of them.",
+        "build(..., size=...) with the images' height and width, or a resnet, which takes any.",
     )

@@ -7,7 +7,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,19 @@ from innerloop.nn.embedding import embedding
 
 
 class Composed(TorchFunctionMode):
-    """While it is active, attention is composed: slower, with every derivative."""
+    """While it is active, some functions of torch are composed: slower, with every derivative."""
 
-    functions: ClassVar[dict[Any, Any]] = attention.COMPOSED
+    def __init__(self, functions: dict[Any, Any]) -> None:
+        super().__init__()
+        self.functions = functions
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.functions.get(func, func)(*args, **(kwargs or {}))
 
 
-class ComposedNorms(Composed):
-    """The same for norms too, whose third derivatives torch has wrong."""
-
-    functions: ClassVar[dict[Any, Any]] = {**norms.COMPOSED, **attention.COMPOSED}
+def composed_norms() -> Composed:
+    """Attention and norms, whose third derivatives torch has wrong."""
+    return Composed({**norms.COMPOSED, **attention.COMPOSED})
 
 
 class _Depth(threading.local):
@@ -43,12 +42,12 @@ class _Depth(threading.local):
 
     losses = 0
     methods = 0
-    mode: ComposedNorms
+    mode: Composed
 
     def __enter__(self) -> None:
         self.losses += 1
         if self.losses == 2:
-            self.mode = ComposedNorms()
+            self.mode = composed_norms()
             self.mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -65,10 +64,10 @@ def twice_differentiable() -> AbstractContextManager[Any]:
 
     What a thread does here does not reach others.
     """
-    return ComposedNorms() if torch.compiler.is_compiling() else _DEPTH
+    return composed_norms() if torch.compiler.is_compiling() else _DEPTH
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def compose_attention(function: Callable[..., Any]) -> Callable[..., Any]:
     """A method in which attention can be differentiated twice, whoever calls it.
 
     A recomputation during backward calls methods deep inside a model, so each one sees to it.
@@ -77,36 +76,16 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which fuses what is composed
-            with ComposedNorms():
+            with composed_norms():
                 return function(*args, **kwargs)
         if _DEPTH.methods:
             return function(*args, **kwargs)
         _DEPTH.methods += 1
         try:
-            with Composed():
+            with Composed(attention.COMPOSED):
                 return function(*args, **kwargs)
         finally:
             _DEPTH.methods -= 1
-
-    return method
-
-
-class _Unchanged(TorchFunctionMode):
-    """Changes nothing; but under a mode, attention layers do not take torch's path for inference.
-
-    That path has no derivative, and under ``vmap`` weights do not look as if they required one.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def _without_fast_path(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        with _Unchanged():
-            return forward(*args, **kwargs)
 
     return method
 
@@ -131,16 +110,17 @@ _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Methods to use in a replica in place of those of a class.
 
-    The user's own are guarded, since they may call attention. Some of torch's forwards have a
+    The user's own compose attention, since they may call attention. Some of torch's forwards have a
     second derivative that is missing, wrong, or slow; these are replaced.
     """
-    exact = {name: guarded(member) for name, member in own_methods(kind).items()}
+    exact = {name: compose_attention(member) for name, member in own_methods(kind).items()}
     if issubclass(kind, _ATTENTION):
-        exact["forward"] = guarded(_without_fast_path(kind.forward))
+        # Under a mode, they do not take torch's path for inference, which has no derivative.
+        exact["forward"] = compose_attention(kind.forward)
     elif _is_batch_norm(kind):
         exact["forward"] = batch_norm_forward
     elif kind.forward in _NORMS:
-        exact["forward"] = _composed_if_transformed(kind.forward)
+        exact["forward"] = _compose_if_transformed(kind.forward)
     elif kind in _RECURRENT:
         exact["forward"] = _recurrent_forward(kind)
     elif kind is nn.Embedding:
@@ -151,18 +131,18 @@ def exact_methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def _is_batch_norm(kind: type[nn.Module]) -> bool:
-    """Whether this is a batch norm of torch, or a subclass with its forward."""
+    """True for a batch norm of torch, or a subclass with its forward."""
     plain = issubclass(kind, _BATCH_NORMS) and not issubclass(kind, LazyModuleMixin)
     return plain and kind.forward is nn.BatchNorm1d.forward
 
 
-def _composed_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compose_if_transformed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A norm's forward whose derivatives are right under ``torch.func`` and in forward mode."""
 
     def method(self: nn.Module, x: Tensor) -> Tensor:
         if not is_transformed():
             return forward(self, x)
-        with ComposedNorms():
+        with composed_norms():
             return forward(self, x)
 
     return method
@@ -189,10 +169,10 @@ def _embedding_forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 def _weight_norm_forward(self: nn.Module, g: Tensor, v: Tensor) -> Tensor:
-    return normalized(v, g, vars(self)["dim"])
+    return scale_to_norm(v, g, vars(self)["dim"])
 
 
-def normalized(v: Tensor, g: Tensor, dim: int) -> Tensor:
+def scale_to_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     """``g * v / ||v||``, the norm over all dimensions but ``dim`` (over all for ``dim=-1``).
 
     torch's own ``_weight_norm`` has a second derivative that is silently wrong on the CPU (2.13),
@@ -211,4 +191,4 @@ class ExactWeightNorm:
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         v, g = getattr(module, f"{self.name}_v"), getattr(module, f"{self.name}_g")
-        setattr(module, self.name, normalized(v, g, self.dim))
+        setattr(module, self.name, scale_to_norm(v, g, self.dim))

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from innerloop.modules import refusals
-from innerloop.modules.replica import Template
-from innerloop.modules.tree import named_tensors, survey, unwrapped
+from innerloop.modules.replica import (
+    Replicator,
+    Template,
+    copy_buffers,
+    exact_class,
+    match_weights,
+)
+from innerloop.modules.tree import named_tensors, survey, unwrap
 
 
 class Functional:
@@ -22,7 +28,7 @@ class Functional:
 
     def __init__(self, module: nn.Module) -> None:
         survey(module)
-        self.module = unwrapped(module)
+        self.module = unwrap(module)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -44,9 +50,13 @@ class Functional:
         Buffers not given are copies of the module's own; those given are copied too, so what the
         forward does to them stays in the replica. Read them with ``replica.named_buffers()``.
         """
+        own, own_buffers = self.params, self.buffers
         if torch.is_grad_enabled():
-            check_buffers({**self.buffers, **(buffers or {})})
-        return Template(self.module).bind(params, buffers)
+            check_buffers({**own_buffers, **(buffers or {})})
+        tensors = dict(zip(map(id, own.values()), match_weights(params, own), strict=True))
+        values = copy_buffers(buffers, own_buffers)
+        tensors.update(zip(map(id, own_buffers.values()), values, strict=True))
+        return Replicator(tensors).copy(survey(self.module), exact_class)
 
     def template(self) -> Template:
         """The module as it is now, to be bound to weights many times."""

@@ -18,12 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 from innerloop.modules.exact import exact_methods, own_methods, twice_differentiable
 from innerloop.modules.functional import check_buffers
 from innerloop.modules.rebind import Rebinder
-from innerloop.modules.replica import Replicator, as_plain, derived, original
-from innerloop.modules.tree import named_parameters, parameters_of, survey, unwrapped
+from innerloop.modules.replica import (
+    References,
+    Replicator,
+    as_plain,
+    derive_class,
+    original,
+    set_references,
+)
+from innerloop.modules.tree import named_tensors, parameters_of, survey, unwrap
 
 _NODE = "_innerloop"
 
@@ -35,9 +42,13 @@ class Core:
     that everything is freed with the last handle and the last graph.
     """
 
-    def __init__(self, originals: Sequence[nn.Module], track: bool) -> None:
+    def __init__(
+        self, originals: Sequence[nn.Module], buffers: dict[int, Tensor], track: bool
+    ) -> None:
         self.originals = originals
         self.index = {id(module): i for i, module in enumerate(originals)}
+        self.param_index = {id(p): i for i, p in enumerate(parameters_of(originals))}
+        self.buffers = buffers
         self.track = track
         self.weights: list[Tensor] | None = None
         self.history: list[list[Tensor]] | None = None
@@ -46,13 +57,23 @@ class Core:
         """The backward pass in which the weights moved last; -1 outside of any."""
         self.versions: dict[int, nn.Module] = {}
         self.handles: list[weakref.ref[nn.Module]] = []
-        self.places: list[list[tuple[dict[str, Tensor | None], str]]] = []
+        self.places: list[list[tuple[dict[str, Tensor | None], str]]] = [
+            [] for _ in self.param_index
+        ]
         """For each weight the dictionaries of parameters that hold it, with its names there."""
-        self.special: dict[int, dict[str, Any]] = {}
-        """Attributes that refer into the module tree, by module."""
-        self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
-        self.param_index: dict[int, int] = {}
-        self.buffers: dict[int, Tensor] = {}
+        self.special: dict[int, References] = {}
+        """By module: what refers into the module tree."""
+
+    def add(self, handle: nn.Module, references: References) -> None:
+        """Adds the handle of the next module."""
+        source, own = self.originals[len(self.handles)], vars(handle)["_parameters"]
+        vars(handle)[_NODE] = Node(self, len(self.handles))
+        if references:
+            self.special[len(self.handles)] = references
+        self.handles.append(weakref.ref(handle))
+        for name, parameter in source._parameters.items():
+            if parameter is not None:
+                self.places[self.param_index[id(parameter)]].append((own, name))
 
     def show(self, weights: list[Tensor]) -> None:
         """Make these the present weights."""
@@ -68,10 +89,11 @@ class Core:
             for owner, name in places:
                 owner[name] = weight
         self.versions.clear()
-        for i in self.special:
+        for i, references in self.special.items():
             handle = self.handles[i]()
-            if handle is not None:
-                self._rebind_special(i, vars(handle), self._handle_of)
+            if handle is not None:  # It never runs its hooks.
+                own = {at: value for at, value in references.items() if at[1] is None}
+                set_references(vars(handle), own, Rebinder(self._handle_of, self._tensor_of))
 
     def record(self, weights: list[Tensor]) -> None:
         """Make these the present weights, and a point in time."""
@@ -98,22 +120,12 @@ class Core:
                 children[name] = self.version(child)
         object.__setattr__(version, "__dict__", attributes)
         if index in self.special:
-            self._rebind_special(index, attributes, self._version_of)
-        for name, key, hook in self.special_hooks.get(index, ()):
-            if key in attributes[name]:
-                attributes[name] = attributes[name].copy()
-                attributes[name][key] = Rebinder(self._version_of, self._tensor_of)(hook)
+            rebind = Rebinder(self._version_of, self._tensor_of)
+            set_references(attributes, self.special[index], rebind)
         return version
 
-    def _rebind_special(
-        self, i: int, attributes: dict[str, Any], module_of: Callable[[nn.Module], nn.Module | None]
-    ) -> None:
-        rebind = Rebinder(module_of, self._tensor_of)
-        for name, value in self.special[i].items():
-            attributes[name] = rebind(value)
-
     def _handle_of(self, module: nn.Module) -> nn.Module | None:
-        index = self.index.get(id(unwrapped(module)))
+        index = self.index.get(id(unwrap(module)))
         return None if index is None else self.handles[index]()
 
     def _version_of(self, module: nn.Module) -> nn.Module | None:
@@ -170,7 +182,7 @@ class Patched(nn.Module):
 
     @property
     def track_higher_grads(self) -> bool:
-        """Whether updates stay in the graph and in the history."""
+        """True if updates stay in the graph and in the history."""
         return _core(self).track
 
     @track_higher_grads.setter
@@ -219,7 +231,7 @@ class Patched(nn.Module):
                 core.record(weights)
                 return
         core.versions.clear()
-        core.special.get(index, {}).pop(name, None)
+        core.special.get(index, {}).pop((name, None), None)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -236,10 +248,10 @@ class Patched(nn.Module):
         """Load into new weights; those of earlier steps stay as they are."""
         plain = as_module(self)
         result = plain.load_state_dict(state_dict, strict=strict, assign=assign)
-        loaded = dict(named_parameters(plain))
+        loaded = named_tensors(plain, "_parameters")
         core = _core(self)
         weights = list(core.weights or [])
-        for name, weight in named_parameters(self):
+        for name, weight in named_tensors(self, "_parameters").items():
             position = next(i for i, w in enumerate(weights) if w is weight)
             weights[position] = loaded[name].detach().requires_grad_(weight.requires_grad)
         core.record(weights)
@@ -260,10 +272,10 @@ class Patched(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (as_module(self), _core(self).track)
+        return _restore, (as_module(self), _core(self).track)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = _restored(as_module(self), _core(self).track)
+        copied = _restore(as_module(self), _core(self).track)
         memo[id(self)] = copied
         return copied
 
@@ -297,17 +309,10 @@ def _run(handle: nn.Module, method: str | None, args: Any, kwargs: Any) -> Any:
     return handle if result is version else result
 
 
-@functools.cache
-def _class_takes_params(kind: type) -> bool:
-    return "params" in inspect.signature(original(kind).forward).parameters
-
-
 def _takes_params(handle: nn.Module) -> bool:
-    """Whether the model's forward has an argument of that name itself; then it is the model's."""
-    own = vars(handle).get("forward")
-    if own is None:
-        return _class_takes_params(type(handle))
-    return "params" in inspect.signature(own).parameters
+    """True if the model's forward has an argument of that name itself; then it is the model's."""
+    forward = vars(handle).get("forward") or original(type(handle)).forward
+    return "params" in inspect.signature(forward).parameters
 
 
 # Classes: one of handles and one of versions for each class of the user's. ----------------------
@@ -317,7 +322,7 @@ def _takes_params(handle: nn.Module) -> bool:
 def _handle_class(kind: type[nn.Module]) -> type[nn.Module]:
     ours = vars(Patched)
     methods = {n: _on_version(n, m) for n, m in own_methods(kind).items() if n not in ours}
-    return derived(kind, Patched, methods)
+    return derive_class(kind, Patched, methods)
 
 
 def _on_version(name: str, member: Any) -> Any:
@@ -346,7 +351,7 @@ class Version(nn.Module):
             if handle is not None:
                 vars(handle)[name] = value
                 core, index = vars(handle)[_NODE]
-                core.special.get(index, {}).pop(name, None)
+                core.special.get(index, {}).pop((name, None), None)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -357,13 +362,13 @@ class Version(nn.Module):
 
 @functools.cache
 def _version_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return derived(original(kind), Version, exact_methods(original(kind)))
+    return derive_class(original(kind), Version, exact_methods(original(kind)))
 
 
 # Patching a module, and the way back. -----------------------------------------------------------
 
 
-def patched(
+def patch_module(
     originals: Sequence[nn.Module],
     weights: Sequence[Tensor] | None,
     device: torch.device | str | None = None,
@@ -371,39 +376,21 @@ def patched(
 ) -> Any:
     """Handles for a module tree, with these initial weights; ``None`` gives it none of its own.
 
-    ``originals`` are all modules of the tree, as :func:`innerloop.modules.functional.survey`
-    returns them.
+    ``originals`` are all modules of the tree, as ``survey`` returns them.
     """
     if isinstance(originals[0], Patched):
         raise _patched_twice()
     if track and torch.is_grad_enabled():
         check_buffers(dict(originals[0].named_buffers()))
     own = parameters_of(originals)
-    start = dict(zip(map(id, own), weights if weights is not None else own, strict=True))
-    buffers = {
-        id(b): b.detach().clone().to(device)
-        for m in originals
-        for b in m._buffers.values()
-        if b is not None
-    }
-    replicator = Replicator(start, buffers)
+    start = dict(zip(map(id, own), own if weights is None else weights, strict=True))
+    shared = {id(b): b for m in originals for b in m._buffers.values() if b is not None}
+    buffers = {key: b.detach().clone().to(device) for key, b in shared.items()}
+    replicator = Replicator({**start, **buffers})
     handle = replicator.copy(originals, _handle_class)
-    core = Core(originals, track)
-    core.buffers = buffers
-    core.param_index = {id(p): i for i, p in enumerate(own)}
-    core.places = [[] for _ in own]
-    for i, source in enumerate(originals):
-        copy = replicator.copies[id(source)]
-        vars(copy)[_NODE] = Node(core, i)
-        core.handles.append(weakref.ref(copy))
-        if id(source) in replicator.special:
-            core.special[i] = replicator.special[id(source)]
-        if id(source) in replicator.special_hooks:
-            core.special_hooks[i] = replicator.special_hooks[id(source)]
-        owner = vars(copy)["_parameters"]
-        for name, parameter in source._parameters.items():
-            if parameter is not None:
-                core.places[core.param_index[id(parameter)]].append((owner, name))
+    core = Core(originals, buffers, track)
+    for source in originals:
+        core.add(replicator.copies[id(source)], replicator.special.get(id(source), {}))
     if weights is not None:
         core.record(list(weights))
     return handle
@@ -417,10 +404,10 @@ def as_module(handle: nn.Module) -> nn.Module:
     return plain
 
 
-def _restored(module: nn.Module, track: bool) -> Any:
+def _restore(module: nn.Module, track: bool) -> Any:
     originals = survey(module)
     weights = [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters_of(originals)]
-    return patched(originals, weights, track=track)
+    return patch_module(originals, weights, track=track)
 
 
 def reference_params(fmodel: nn.Module) -> list[Tensor]:
@@ -432,79 +419,64 @@ def reference_params(fmodel: nn.Module) -> list[Tensor]:
 
 
 def _wrong_number_of_weights(found: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {found} weights to a model that has {needed}.",
-            "one tensor for each parameter, in the order of model.parameters().",
-            "they are matched by position.",
-            "list(fmodel.parameters()) with some entries replaced.",
-        )
+    return refusal(
+        f"You gave {found} weights to a model that has {needed}.",
+        "one tensor for each parameter, in the order of model.parameters().",
+        "they are matched by position.",
+        "list(fmodel.parameters()) with some entries replaced.",
     )
 
 
 def _no_weights_to_call_with() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You called a patched model that has no weights.",
-            "weights for this call.",
-            "it was made by make_functional, which gives it none of its own.",
-            "fmodel(x, params=list_of_weights).",
-        )
+    return refusal(
+        "You called a patched model that has no weights.",
+        "weights for this call.",
+        "it was made by make_functional, which gives it none of its own.",
+        "fmodel(x, params=list_of_weights).",
     )
 
 
 def _no_history(what: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You asked for {what}.",
-            "a patched model that keeps its history.",
-            "track_higher_grads is False or the model has no weights yet, so only the latest "
-            "remain.",
-            "monkeypatch(model, track_higher_grads=True).",
-        )
+    return refusal(
+        f"You asked for {what}.",
+        "a patched model that keeps its history.",
+        "track_higher_grads is False or the model has no weights yet, so only the latest remain.",
+        "monkeypatch(model, track_higher_grads=True).",
     )
 
 
 def _no_such_time(time: int, count: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You asked for parameters(time={time}).",
-            f"a time from 0 to {count - 1}.",
-            f"the weights were updated {max(count - 1, 0)} times.",
-            "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
-        )
+    return refusal(
+        f"You asked for parameters(time={time}).",
+        f"a time from 0 to {count - 1}.",
+        f"the weights were updated {max(count - 1, 0)} times.",
+        "fmodel.parameters(time=0) for the first, fmodel.parameters() for the latest.",
     )
 
 
 def _not_a_switch(value: Any) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You set track_higher_grads to {value!r}.",
-            "True or False.",
-            "it is a switch.",
-            "fmodel.track_higher_grads = False.",
-        )
+    return refusal(
+        f"You set track_higher_grads to {value!r}.",
+        "True or False.",
+        "it is a switch.",
+        "fmodel.track_higher_grads = False.",
     )
 
 
 def _recomputed_from_outside() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "A patched model was called during a backward pass, after its weights had moved.",
-            "a recomputation that finds the weights of its own step.",
-            "torch.utils.checkpoint was given the patched model itself, which only knows the "
-            "latest weights.",
-            "torch.utils.checkpoint inside the model's forward, where this works.",
-        )
+    return refusal(
+        "A patched model was called during a backward pass, after its weights had moved.",
+        "a recomputation that finds the weights of its own step.",
+        "torch.utils.checkpoint was given the patched model itself, which only knows the "
+        "latest weights.",
+        "torch.utils.checkpoint inside the model's forward, where this works.",
     )
 
 
 def _patched_twice() -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            "You patched a patched model.",
-            "a plain module.",
-            "a patched model already is a function of its weights.",
-            "monkeypatch(model), with the model it was made from.",
-        )
+    return refusal(
+        "You patched a patched model.",
+        "a plain module.",
+        "a patched model already is a function of its weights.",
+        "monkeypatch(model), with the model it was made from.",
     )

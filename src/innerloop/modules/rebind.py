@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
+import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
+
+from innerloop.modules.exact import ExactWeightNorm
 
 PLAIN = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device}
@@ -42,7 +47,7 @@ class Rebinder:
         if type(value) in PLAIN:
             return value
         if isinstance(value, nn.Module):
-            return self._mapped(value, self.module_of(value))
+            return self._exchange(value, self.module_of(value))
         if id(value) in self.seen:
             _, new, special = self.seen[id(value)]
             self.special |= special
@@ -53,14 +58,14 @@ class Rebinder:
                 new = value if value.requires_grad else value.detach().clone()
                 self.seen[id(value)] = (value, new, False)
                 return new
-            return self._mapped(value, new)
+            return self._exchange(value, new)
         outer, self.special = self.special, False
         new = self._compound(value)
         self.seen[id(value)] = (value, new, self.special)
         self.special |= outer
         return new
 
-    def _mapped(self, old: Any, new: Any) -> Any:
+    def _exchange(self, old: Any, new: Any) -> Any:
         if new is None:
             return old
         self.special = True
@@ -86,6 +91,8 @@ class Rebinder:
         if kind is weakref.ref:
             target = self(value())
             return weakref.ref(target) if self.special else value
+        if kind is WeightNorm:
+            return ExactWeightNorm(value)
         return self._object(value)
 
     def _mutable(self, value: Any) -> Any:
@@ -104,14 +111,13 @@ class Rebinder:
         return new
 
     def _partial(self, value: functools.partial) -> Any:
-        function = self(value.func)
-        args = [self(arg) for arg in value.args]
-        kwargs = {key: self(arg) for key, arg in value.keywords.items()}
-        attributes = {key: self(item) for key, item in vars(value).items()}
+        function, args, keywords, attributes = self(
+            (value.func, value.args, value.keywords, vars(value))
+        )
         if not self.special:
             return value
-        new = functools.partial(function, *args, **kwargs)
-        new.__dict__.update(attributes)
+        new = functools.partial(function, *args, **keywords)
+        vars(new).update(attributes)
         return new
 
     def _function(self, value: types.FunctionType) -> Any:
@@ -125,8 +131,8 @@ class Rebinder:
         new.__dict__.update(vars(value))
         self.seen[id(value)] = (value, new, False)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            if _filled(old):
-                cell.cell_contents = self(old.cell_contents)
+            for contents in gc.get_referents(old):  # An empty cell has none.
+                cell.cell_contents = self(contents)
         return new if self.special else value
 
     def _object(self, value: Any) -> Any:
@@ -165,39 +171,25 @@ _SEARCH_LIMIT = 10_000
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in slots or in a dictionary."""
     if isinstance(value, type | types.ModuleType):
         return {}
-    slots = [n for base in type(value).__mro__ for n in _slots(base)]
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    own = getattr(value, "__dict__", None)
-    return found | own if isinstance(own, dict) else found
+    return found | getattr(value, "__dict__", {})
 
 
-def _slots(kind: type) -> Sequence[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else [s for s in slots if not s.startswith("__")]
+# Their references are those that the garbage collector sees.
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, functools.partial)
+_CONTAINERS += (types.MethodType, types.CellType)
 
 
 def _parts(value: Any) -> list[Any]:
     """The values that a value refers to directly."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+    if isinstance(value, _CONTAINERS):
+        return gc.get_referents(value)
     if isinstance(value, types.FunctionType):
-        cells = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
     if isinstance(value, weakref.ref):
         return [value()]
     return list(_attributes(value).values())
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

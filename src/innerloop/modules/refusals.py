@@ -6,50 +6,42 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from innerloop.errors import InnerLoopError, RequirementError, four_part
+from innerloop.errors import InnerLoopError, RequirementError, four_part, refusal
 
 
 def not_a_module(given: object) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave a {type(given).__name__}.",
-            "a torch.nn.Module.",
-            "its weights are found in its module tree.",
-            "class Model(torch.nn.Module): ...",
-        )
+    return refusal(
+        f"You gave a {type(given).__name__}.",
+        "a torch.nn.Module.",
+        "its weights are found in its module tree.",
+        "class Model(torch.nn.Module): ...",
     )
 
 
 def script_module(path: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The module {path!r} is a ScriptModule.",
-            "a module written in Python.",
-            "a compiled script owns its weights and does not take others.",
-            "the module as it was before torch.jit.script or torch.jit.trace.",
-        )
+    return refusal(
+        f"The module {path!r} is a ScriptModule.",
+        "a module written in Python.",
+        "a compiled script owns its weights and does not take others.",
+        "the module as it was before torch.jit.script or torch.jit.trace.",
     )
 
 
 def lazy_module(path: str, parameter: str) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"The lazy module {path!r} has no {parameter!r} yet.",
-            "a module whose weights have shapes.",
-            "a lazy module makes its weights in its first call.",
-            "model(example_input) once before.",
-        )
+    return refusal(
+        f"The lazy module {path!r} has no {parameter!r} yet.",
+        "a module whose weights have shapes.",
+        "a lazy module makes its weights in its first call.",
+        "model(example_input) once before.",
     )
 
 
 def wrong_number(given: int, needed: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave {given} weights.",
-            f"{needed}, in the order of module.parameters().",
-            "weights given as a sequence are matched by position.",
-            "list(module.parameters()) with the tensors you want in their places.",
-        )
+    return refusal(
+        f"You gave {given} weights.",
+        f"{needed}, in the order of module.parameters().",
+        "weights given as a sequence are matched by position.",
+        "list(module.parameters()) with the tensors you want in their places.",
     )
 
 
@@ -57,13 +49,11 @@ def wrong_names(kind: str, given: Iterable[str], known: Sequence[str]) -> InnerL
     """Names that the module does not have or, if there are none, those that were left out."""
     unknown = sorted(set(given) - set(known))
     missing = sorted(set(known) - set(given))
-    return InnerLoopError(
-        four_part(
-            f"These {kind} are missing or unknown: {', '.join((unknown or missing)[:5])}.",
-            f"exactly the module's own: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}.",
-            "a weight left out would silently be the original's.",
-            "f.params as a starting point; a tied weight goes by its first name.",
-        )
+    return refusal(
+        f"These {kind} are missing or unknown: {', '.join((unknown or missing)[:5])}.",
+        f"exactly the module's own: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}.",
+        "a weight left out would silently be the original's.",
+        "f.params as a starting point; a tied weight goes by its first name.",
     )
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from innerloop.modules import refusals
-from innerloop.modules.exact import ExactWeightNorm, exact_methods
+from innerloop.modules.exact import exact_methods
 from innerloop.modules.rebind import PLAIN, Rebinder
-from innerloop.modules.tree import named_tensors, survey, unwrapped
+from innerloop.modules.tree import named_tensors, survey, unwrap
 
 _BASE = nn.Module()
 _HOOKS = tuple(name for name, value in vars(_BASE).items() if isinstance(value, OrderedDict))
@@ -45,7 +44,7 @@ class Template:
         """Buffers that no gradient would get to; see :func:`check_buffers`."""
         sources = survey(module)
         own = {id(t): t for t in (*self.params.values(), *self.buffers.values())}
-        replicator = Replicator(own, {})
+        replicator = Replicator(own)
         replicator.copy(sources, exact_class)
         self._sources = sources  # keeps their ids from being used again
         self._index = {id(source): i for i, source in enumerate(sources)}
@@ -65,8 +64,7 @@ class Template:
             )
             for copy in first
         ]
-        self._special = _by_position(replicator.special, self._index)
-        self._hooks = _by_position(replicator.special_hooks, self._index)
+        self._special = {self._index[source]: r for source, r in replicator.special.items()}
 
     def bind(
         self,
@@ -74,14 +72,18 @@ class Template:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> nn.Module:
         """A new replica with these weights; see :meth:`Functional.bind`."""
-        # The last entry is what a parameter or child that is None has, at position -1.
-        weights = [*self._weights(params), None]
-        values = [*self._buffers(buffers), None]
+        # One function without calls of others, since it runs in every step.
+        if isinstance(params, dict) and params.keys() == self.params.keys():
+            weights: list[Any] = list(map(params.__getitem__, self.params))
+        else:
+            weights = match_weights(params, self.params)
+        values: list[Any] = copy_buffers(buffers, self.buffers) if self.buffers or buffers else []
         copies: list[Any] = []
         for part in self._parts:
             copies.append(object.__new__(part.kind))
-        copies.append(None)
-        # One loop in one function, since it runs for every module in every step.
+        # At position -1: a parameter, buffer or child that is None.
+        for found in (weights, values, copies):
+            found.append(None)
         for copy, part in zip(copies, self._parts, strict=False):
             attributes = copy.__dict__
             attributes.update(part.shared)
@@ -97,7 +99,7 @@ class Template:
             for name in part.mutable:
                 value = attributes[name]
                 attributes[name] = value.clone() if isinstance(value, Tensor) else value.copy()
-        if self._special or self._hooks:
+        if self._special:
             self._rebind(copies, weights, values)
         return copies[0]
 
@@ -105,48 +107,40 @@ class Template:
         """The buffers of a replica by their names here, as its forward left them."""
         return named_tensors(replica, "_buffers")
 
-    def _weights(self, given: Mapping[str, Tensor] | Sequence[Tensor]) -> Sequence[Tensor]:
-        """The weights in the order of ``self.params``."""
-        if isinstance(given, (dict, Mapping)):
-            if given.keys() != self.params.keys():
-                raise refusals.wrong_names("weights", given, list(self.params))
-            return list(map(given.__getitem__, self.params))
-        weights = list(given)
-        if len(weights) != len(self.params):
-            raise refusals.wrong_number(len(weights), len(self.params))
-        return weights
-
-    def _buffers(self, given: Mapping[str, Tensor] | None) -> list[Tensor]:
-        """Copies of the buffers in the order of ``self.buffers``, the own ones where not given."""
-        merged = self.buffers
-        if given:
-            merged = {**merged, **given}
-            if len(merged) > len(self.buffers):
-                raise refusals.wrong_names("buffers", given, list(self.buffers))
-        values = []
-        for value in merged.values():
-            values.append(value.detach().clone())
-        return values
-
     def _rebind(self, copies: list[Any], weights: list[Any], values: list[Any]) -> None:
         """Points attributes and hooks that refer into the tree to the replica's own parts."""
         tensors = dict(zip(map(id, self.params.values()), weights, strict=False))
         tensors.update(zip(map(id, self.buffers.values()), values, strict=False))
 
         def copy_of(module: nn.Module) -> nn.Module | None:
-            index = self._index.get(id(unwrapped(module)))
+            index = self._index.get(id(unwrap(module)))
             return None if index is None else copies[index]
 
         rebind = Rebinder(copy_of, tensors.get)
-        for i, attributes in self._special.items():
-            for name, value in attributes.items():
-                vars(copies[i])[name] = rebind(value)
-        for i, hooks in self._hooks.items():
-            attributes = vars(copies[i])
-            for name in {name for name, _, _ in hooks}:
-                attributes[name] = attributes[name].copy()
-            for name, key, hook in hooks:
-                attributes[name][key] = _exact(rebind(hook))
+        for i, references in self._special.items():
+            set_references(vars(copies[i]), references, rebind)
+
+
+def match_weights(
+    given: Mapping[str, Tensor] | Sequence[Tensor], own: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """The given weights in the order of a module's own."""
+    if isinstance(given, Mapping):
+        if given.keys() != own.keys():
+            raise refusals.wrong_names("weights", given, list(own))
+        return [given[name] for name in own]
+    weights = list(given)
+    if len(weights) != len(own):
+        raise refusals.wrong_number(len(weights), len(own))
+    return weights
+
+
+def copy_buffers(given: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> list[Tensor]:
+    """Copies of the given buffers in the order of a module's own, and of those not given."""
+    merged = {**own, **(given or {})}
+    if len(merged) > len(own):
+        raise refusals.wrong_names("buffers", given or {}, list(own))
+    return [value.detach().clone() for value in merged.values()]
 
 
 class _Part(NamedTuple):
@@ -168,29 +162,36 @@ def _positions(named: Mapping[str, Any], index: Mapping[int, int]) -> list[tuple
     return [(name, -1 if value is None else index[id(value)]) for name, value in named.items()]
 
 
-def _by_position(found: Mapping[int, Any], index: Mapping[int, int]) -> dict[int, Any]:
-    return {index[source]: value for source, value in found.items()}
-
-
 def _is_mutable(name: str, value: Any) -> bool:
-    """Whether a forward could write to an attribute's value, which then must not be shared."""
+    """True if a forward could write to an attribute's value, which then must not be shared."""
     if name in _INTERNAL:
         return False
     plain = isinstance(value, Tensor) and not value.requires_grad
     return plain or type(value) in (list, dict, set, OrderedDict, deque)
 
 
+# Attributes of a module, by (name, None), and its hooks, by (name of the dictionary, key).
+References = dict[tuple[str, Any], Any]
+
+
+def set_references(attributes: dict[str, Any], references: References, rebind: Rebinder) -> None:
+    """Sets attributes and hooks to what they are in a replica."""
+    for (name, key), value in references.items():
+        if key is None:
+            attributes[name] = rebind(value)
+        elif key in attributes[name]:
+            attributes[name] = attributes[name].copy()
+            attributes[name][key] = rebind(value)
+
+
 class Replicator:
     """Copies a module tree, replacing its tensors by id and rebinding what refers into the tree."""
 
-    def __init__(self, weights: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> None:
-        self.weights = weights
-        self.tensors = {**weights, **buffers}
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self.tensors = tensors
         self.copies: dict[int, nn.Module] = {}
-        self.special: dict[int, dict[str, Any]] = {}
-        """Attributes that refer into the tree, by module: they differ in every replica."""
-        self.special_hooks: dict[int, list[tuple[str, Any, Any]]] = {}
-        """Hooks that do, as (which hooks, key, hook)."""
+        self.special: dict[int, References] = {}
+        """By module: what refers into the tree, and so differs in every replica."""
 
     def copy(
         self,
@@ -206,7 +207,7 @@ class Replicator:
         return self.copies[id(sources[0])]
 
     def _copy_of(self, module: nn.Module) -> nn.Module | None:
-        return self.copies.get(id(unwrapped(module)))
+        return self.copies.get(id(unwrap(module)))
 
     def _fill(self, source: nn.Module, target: nn.Module, rebind: Rebinder) -> None:
         attributes = dict(vars(source))
@@ -217,30 +218,29 @@ class Replicator:
                 for name, tensor in attributes[kind].items()
             }
         attributes["_modules"] = {
-            name: None if child is None else copies[id(unwrapped(child))]
+            name: None if child is None else copies[id(unwrap(child))]
             for name, child in attributes["_modules"].items()
         }
         attributes["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
+        attributes.pop("_compiled_call_impl", None)
+        special: References = {}
         for name in _HOOKS:
             hooks, attributes[name] = attributes[name], OrderedDict()
             for key, hook in hooks.items():
                 rebind.special = False
-                attributes[name][key] = _exact(rebind(hook))
+                attributes[name][key] = rebind(hook)
                 if rebind.special:
-                    self.special_hooks.setdefault(id(source), []).append((name, key, hook))
-        attributes.pop("_compiled_call_impl", None)
+                    special[name, key] = hook
         for name, value in attributes.items():
             if name in _INTERNAL or type(value) in PLAIN:
                 continue
             rebind.special = False
             attributes[name] = rebind(value)
             if rebind.special:
-                self.special.setdefault(id(source), {})[name] = value
+                special[name, None] = value
+        if special:
+            self.special[id(source)] = special
         object.__setattr__(target, "__dict__", attributes)
-
-
-def _exact(hook: Any) -> Any:
-    return ExactWeightNorm(hook) if type(hook) is WeightNorm else hook
 
 
 # Classes of replicas. ---------------------------------------------------------------------------
@@ -262,10 +262,10 @@ def exact_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, Exact):
         return kind
     methods = exact_methods(kind)
-    return derived(kind, Exact, methods) if methods else kind
+    return derive_class(kind, Exact, methods) if methods else kind
 
 
-def derived(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
+def derive_class(kind: type[nn.Module], mixin: type, namespace: dict[str, Any]) -> type[nn.Module]:
     """A class that passes for ``kind``, with a mixin before it."""
     body = {**namespace, "__module__": kind.__module__, "_innerloop_original": original(kind)}
     return types.new_class(kind.__name__, (mixin, kind), {}, lambda space: space.update(body))
@@ -278,10 +278,9 @@ def original(kind: type) -> type[nn.Module]:
 
 def as_plain(module: nn.Module) -> nn.Module:
     """An ordinary module of the original classes with copies of the weights and buffers."""
-    weights: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for weight in named_tensors(module, "_parameters").values():
-        weights[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        tensors[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     for buffer in named_tensors(module, "_buffers").values():
-        buffers[id(buffer)] = buffer.detach().clone()
-    return Replicator(weights, buffers).copy(survey(module), original)
+        tensors[id(buffer)] = buffer.detach().clone()
+    return Replicator(tensors).copy(survey(module), original)

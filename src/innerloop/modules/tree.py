@@ -13,7 +13,7 @@ from innerloop.modules import refusals
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``, DataParallel or DistributedDataParallel."""
     while True:
         if isinstance(module, _PARALLEL):
@@ -37,7 +37,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
     while waiting:
         prefix, module = waiting.pop()
         if isinstance(module, _PARALLEL) or "_orig_mod" in module._modules:
-            module = unwrapped(module)
+            module = unwrap(module)
         if id(module) in found:
             continue
         found[id(module)] = prefix, module
@@ -57,11 +57,6 @@ def named_tensors(root: nn.Module, kind: str) -> dict[str, Tensor]:
                 seen.add(id(tensor))
                 found[f"{prefix}{name}"] = tensor
     return found
-
-
-def named_parameters(root: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Each parameter once, in the order of ``root.parameters()``."""
-    return named_tensors(root, "_parameters").items()
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:

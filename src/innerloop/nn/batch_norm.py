@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batch_norm(
@@ -33,12 +34,12 @@ def batch_norm(
     if torch.compiler.is_compiling() or (
         mapped and not any(t is not None and is_batchedtensor(t) for t in given)
     ):
-        return _composed(*given, momentum, eps)
+        return _compose(*given, momentum, eps)
     function = _ForTasks if mapped else _Forward
     return function.apply(*given, momentum, eps)  # type: ignore[return-value]
 
 
-def _composed(
+def _compose(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -110,13 +111,13 @@ class _ForTasks(torch.autograd.Function):
             if in_dims[0] is None
             else x.movedim(in_dims[0], 1)
         )
-        each = [_joined(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
+        each = [_join_tasks(v, d, tasks) for v, d in zip(args[:4], in_dims[1:5], strict=True)]
         weight, bias, mean, variance = each
         y = batch_norm(x.flatten(1, 2), weight, bias, mean, variance, *args[4:])
         return y.unflatten(1, (tasks, -1)), 1
 
 
-def _joined(value: Tensor | None, dim: int | None, tasks: int) -> Tensor | None:
+def _join_tasks(value: Tensor | None, dim: int | None, tasks: int) -> Tensor | None:
     """Per-channel values of all tasks, one task after another. [tasks * channels]"""
     if value is None:
         return None
@@ -210,34 +211,37 @@ def _second(
     return by_g, by_x, None if weight is None else n * rstd * covariance
 
 
-def batch_norm_forward(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
     """``forward`` of torch's batch norms, by :func:`batch_norm` where it applies."""
     by_batch = module.training or (module.running_mean is None and module.running_var is None)
-    if by_batch and not torch.compiler.is_compiling() and _is_transformed(x):
-        if module.training and module.track_running_stats:
-            nn.modules.batchnorm._BatchNorm.forward(module, x.detach())
-        return _composed(x, module.weight, module.bias, None, None, 0.0, module.eps)
-    if not by_batch or not _applies(x, module.weight):
-        return nn.modules.batchnorm._BatchNorm.forward(module, x)
+    if not by_batch or x.dim() < 2 or x.numel() <= x.shape[1] or not x.is_floating_point():
+        return _BatchNorm.forward(module, x)
+    updates = module.training and module.track_running_stats
+    if not torch.compiler.is_compiling():
+        if is_transformed() and x.dtype in _MEASURED:
+            if updates:
+                _BatchNorm.forward(module, x.detach())
+            return _compose(x, module.weight, module.bias, None, None, 0.0, module.eps)
+        if not _is_measured(x, module.weight):
+            return _BatchNorm.forward(module, x)
     module._check_input_dim(x)
-    momentum = module.momentum
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+    if updates and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if momentum is None:
-            return _averaged(module, x)
-    tracked = not module.training or module.track_running_stats
+        if module.momentum is None:
+            return _average_statistics(module, x)
+    tracked = updates or not module.training
     return batch_norm(
         x,
         module.weight,
         module.bias,
         module.running_mean if tracked else None,
         module.running_var if tracked else None,
-        0.0 if momentum is None else momentum,
+        module.momentum or 0.0,
         module.eps,
     )
 
 
-def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _average_statistics(module: _BatchNorm, x: Tensor) -> Tensor:
     """Running statistics as plain averages; the count of batches stays on its device."""
     assert module.num_batches_tracked is not None
     share = 1.0 / module.num_batches_tracked
@@ -251,47 +255,32 @@ def _averaged(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     return batch_norm(x, module.weight, module.bias, eps=module.eps)
 
 
-def _applies(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether :func:`batch_norm` serves this input: the CPU's plain case, where it was measured.
+_MEASURED = (torch.float32, torch.float64)
 
-    torch's own path serves other devices and low precision.
-    """
-    if torch.compiler.is_compiling():
-        return x.dim() > 1 and x.numel() > x.shape[1] and x.is_floating_point()
+
+def _is_measured(x: Tensor, weight: Tensor | None) -> bool:
+    """True for the CPU's plain case; torch's own path serves other devices and low precision."""
     return (
         (x.requires_grad or _is_mapped())
-        and x.dim() > 1
         and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype in _MEASURED
         and (weight is None or weight.dtype == x.dtype)
-        and x.numel() > x.shape[1]
-        and (not torch._C._are_functorch_transforms_active() or _is_mapped())
-        and forward_ad._current_level < 0
+        and not is_transformed()
     )
 
 
 def is_transformed() -> bool:
-    """Whether forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
+    """True if forward mode or ``torch.func`` surround this call, other than by one ``vmap``.
 
     Derivatives of torch's norms are wrong there from the second or third on (pytorch#186256). A
     compiler cannot look, and fuses what is composed.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return True
-    transforms = torch._C._are_functorch_transforms_active() and not _is_mapped()
-    return (transforms or forward_ad._current_level >= 0) and not torch.compiler.is_compiling()
-
-
-def _is_transformed(x: Tensor) -> bool:
-    return (
-        is_transformed()
-        and x.dim() > 1
-        and x.dtype in (torch.float32, torch.float64)
-        and x.numel() > x.shape[1]
-    )
+    return torch._C._are_functorch_transforms_active() and not _is_mapped()
 
 
 def _is_mapped() -> bool:
-    """Whether one ``vmap`` is all that surrounds this call."""
+    """True if one ``vmap`` is all that surrounds this call."""
     stack = get_interpreter_stack()
     return stack is not None and [i.key() for i in stack] == [TransformType.Vmap]

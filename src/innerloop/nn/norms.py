@@ -25,7 +25,7 @@ def layer_norm(
 ) -> Tensor:
     """``F.layer_norm``."""
     functional.layer_norm(input.detach(), normalized_shape, weight, bias, eps)  # Its checks.
-    y = _normalized(input, [-1 - d for d in range(len(normalized_shape))], eps)
+    y = _normalize(input, [-1 - d for d in range(len(normalized_shape))], eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -61,33 +61,23 @@ def instance_norm(
     return _by_input(functional.instance_norm, input, list(range(2, input.dim())), given)
 
 
-def _plain_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _reorder(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with its arguments in the order of ``torch.batch_norm``."""
 
+    def reordered(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        by_input: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        return function(input, running_mean, running_var, weight, bias, by_input, momentum, eps)
 
-def _plain_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    given = weight, bias, use_input_stats, momentum, eps
-    return instance_norm(input, running_mean, running_var, *given)
+    return reordered
 
 
 def _by_input(function: Callable[..., Tensor], x: Tensor, over: list[int], given: Any) -> Tensor:
@@ -96,12 +86,12 @@ def _by_input(function: Callable[..., Tensor], x: Tensor, over: list[int], given
     if not by_input:
         return function(x, *given)
     function(x.detach(), *given)  # Its checks, and the running statistics.
-    y, shape = _normalized(x, over, eps), [-1, *[1] * (x.dim() - 2)]
+    y, shape = _normalize(x, over, eps), [-1, *[1] * (x.dim() - 2)]
     y = y if weight is None else y * weight.view(shape)
     return y if bias is None else y + bias.view(shape)
 
 
-def _normalized(x: Tensor, over: list[int], eps: float) -> Tensor:
+def _normalize(x: Tensor, over: list[int], eps: float) -> Tensor:
     variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
     return (x - mean) * (variance + eps).rsqrt()
 
@@ -110,8 +100,8 @@ COMPOSED: dict[Any, Callable[..., Tensor]] = {
     functional.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     functional.batch_norm: batch_norm,
-    torch.batch_norm: _plain_batch_norm,
+    torch.batch_norm: _reorder(batch_norm),
     functional.instance_norm: instance_norm,
-    torch.instance_norm: _plain_instance_norm,
+    torch.instance_norm: _reorder(instance_norm),
 }
 """Replacements for a mode for functions of torch."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import full_precision, widened
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 def linear_baseline(
@@ -65,11 +65,9 @@ def _fit(features: Tensor, returns: Tensor, weight: Tensor, ridge: float) -> Ten
 
 
 def _too_few_episodes(episodes: int) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You fitted a baseline to {episodes} episode(s).",
-            "at least 2.",
-            "each half of the episodes is predicted by a fit to the other half.",
-            "more episodes, or dice(...) without a baseline.",
-        )
+    return refusal(
+        f"You fitted a baseline to {episodes} episode(s).",
+        "at least 2.",
+        "each half of the episodes is predicted by a fit to the other half.",
+        "more episodes, or dice(...) without a baseline.",
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from innerloop._numerics import full_precision, widened
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 def dice(
@@ -110,11 +110,9 @@ def _check(
 
 
 def _other_shape(expected: tuple[int, ...], name: str, shape: tuple[int, ...]) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You gave log_probs of shape {expected} and {name} of shape {shape}.",
-            "one value for each action, [episodes, time], in all of them.",
-            "an action is credited with the rewards from its own time on.",
-            "policy.log_prob(observations, actions), summed over the parts of an action.",
-        )
+    return refusal(
+        f"You gave log_probs of shape {expected} and {name} of shape {shape}.",
+        "one value for each action, [episodes, time], in all of them.",
+        "an action is credited with the rewards from its own time on.",
+        "policy.log_prob(observations, actions), summed over the parts of an action.",
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, refusal
 
 
 class Gaussian(nn.Module):
@@ -108,11 +108,9 @@ def _net(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
 
 
 def _wrong_std(std: float) -> InnerLoopError:
-    return InnerLoopError(
-        four_part(
-            f"You wrote Gaussian(..., std={std}).",
-            "a number above 0.",
-            "the score of an action is in units of it.",
-            "Gaussian(observations, actions, std=1.0).",
-        )
+    return refusal(
+        f"You wrote Gaussian(..., std={std}).",
+        "a number above 0.",
+        "the score of an action is in units of it.",
+        "Gaussian(observations, actions, std=1.0).",
     )

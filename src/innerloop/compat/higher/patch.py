@@ -19,9 +19,9 @@ from torch import nn as _nn
 from innerloop.compat.higher import utils as _utils
 from innerloop.eager.interface import monkeypatch as monkeypatch
 from innerloop.modules.patched import Patched as _Patched
-from innerloop.modules.patched import patched as _patched_module
+from innerloop.modules.patched import patch_module as _patched_module
 from innerloop.modules.tree import survey as _survey
-from innerloop.modules.tree import unwrapped as _unwrapped
+from innerloop.modules.tree import unwrap as _unwrapped
 
 _MonkeyPatchBase = _Patched
 _internal_attrs = {
