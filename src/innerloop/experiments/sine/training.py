@@ -135,7 +135,9 @@ class Comparison(Experiment):
         rows = [["", *found]]
         for k, steps in enumerate(STEPS):
             name = f"after {steps}" if steps else "before adaptation"
-            rows.append([name] + [plus_minus(r["mean"][k], r["interval"][k]) for r in found.values()])
+            rows.append(
+                [name] + [plus_minus(r["mean"][k], r["interval"][k]) for r in found.values()]
+            )
         learned, best = result["learning_rate"].values()
         rates = ", ".join(f"{rate:g} (after {steps})" for steps, rate in best.items())
         return (
