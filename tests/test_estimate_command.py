@@ -113,7 +113,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
 
 
 def test_the_parts_of_a_search_share_no_drawing() -> None:
-    found = rare.search(seed=0, characters=4, common=10, rare=3, noise=0.1)
+    found = rare.draw_search(seed=0, characters=4, common=10, rare=3, noise=0.1)
     for part in found:
         assert part.character.bincount().tolist() == [3, 10, 10, 10]
         assert torch.equal(part.target, part.character == 0)

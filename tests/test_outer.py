@@ -14,9 +14,8 @@ from torch import nn
 from commands import flags_of
 from innerloop import data
 from innerloop.__main__ import main
-from innerloop.errors import DivergedError, InnerLoopError
-from innerloop.experiments.maml.learner import FewShot
-from innerloop.experiments.maml.outer import Outer
+from innerloop.errors import InnerLoopError
+from innerloop.experiments.maml.learner import FewShot, OuterStep
 
 TINY = {
     "--model": "mlp",
@@ -41,9 +40,9 @@ def few_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "load", lambda *_, **__: glyphs)
 
 
-def outer(**options: object) -> tuple[nn.Parameter, Outer]:
+def outer(**options: object) -> tuple[nn.Parameter, OuterStep]:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
-    return weight, Outer(torch.optim.SGD([weight], lr=1.0), **options)  # type: ignore[arg-type]
+    return weight, OuterStep(torch.optim.SGD([weight], lr=1.0), **options)  # type: ignore[arg-type]
 
 
 def test_a_gradient_is_clipped_by_its_norm() -> None:
@@ -121,12 +120,6 @@ def test_skipped_updates_do_not_lower_the_scale_for_ever() -> None:
     assert weight.tolist() == [0.0, 0.0]
 
 
-def test_a_norm_that_overflows_is_clipped() -> None:
-    weight, step = outer(clip=1.0)
-    step.step((weight * torch.tensor([3e200, 4e200])).sum(), str)
-    torch.testing.assert_close(weight.detach(), torch.tensor([2.4, 3.2]), rtol=1e-6, atol=0)
-
-
 def losses(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["train_loss"] for line in lines]
@@ -155,9 +148,7 @@ def test_a_run_may_leave_such_updates_out(tmp_path: Path, monkeypatch: pytest.Mo
 
     def at_times(learner: FewShot, *args: Any) -> torch.Tensor:
         calls.append(loss(learner, *args))
-        if len(calls) == 2:
-            raise DivergedError("in one task")
-        return math.inf * calls[-1] if len(calls) == 3 else calls[-1]
+        return calls[-1] * {2: math.nan, 3: math.inf}.get(len(calls), 1.0)
 
     monkeypatch.setattr(FewShot, "loss", at_times)
     assert main(flags(tmp_path / "run", nonfinite="skip")) == 0
