@@ -15,11 +15,9 @@ from commands import flags_of, stop_and_resume, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
-from innerloop.experiments.meta_lr import figures as _meta_lr_figures
-from innerloop.experiments.meta_lr import images as _pictures
+from innerloop.experiments.meta_lr import figures, problem
 from innerloop.experiments.meta_lr import training as meta_lr
 from innerloop.experiments.meta_lr.cell import Cell, parameter_groups
-from innerloop.experiments.meta_lr.shapes import coloured_shapes
 from innerloop.models import DenseNetBC
 
 TINY = {
@@ -54,8 +52,8 @@ def config(**changed: object) -> meta_lr.Config:
 
 def cell(arm: str, seed: int = 0, **changed: object) -> Cell:
     settings = config(**changed)
-    train, test, _ = _pictures.load(None, settings.shapes, "cpu")
-    return Cell(settings, arm, seed, _pictures.split(train, test, settings.val_part, seed), STEPS)
+    train, test, _ = problem.load(None, settings.shapes, "cpu")
+    return Cell(settings, arm, seed, problem.split(train, test, settings.val_part, seed), STEPS)
 
 
 def trained(arm: str, epochs: int = 3, **changed: object) -> Cell:
@@ -204,9 +202,9 @@ def test_everything_in_the_optimizer_can_be_learned(changed: dict, count: int) -
 # Data. ------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
+def testproblem_are_mirrored_and_shifted_by_at_most_four() -> None:
     images = torch.rand(64, 3, 32, 32) + 1
-    moved = _pictures.augment(images, _pictures.stream(0))
+    moved = problem.augment(images, problem.stream(0))
     seen = set()
     for before, after in zip(images, moved, strict=True):
         padded = torch.nn.functional.pad(before, [4] * 4)
@@ -225,20 +223,20 @@ def test_pictures_are_mirrored_and_shifted_by_at_most_four() -> None:
 
 
 def test_parts_are_disjoint_and_normalized() -> None:
-    shapes = coloured_shapes(200, _pictures.stream(1))
-    found = _pictures.split(shapes, shapes, 0.1, seed=3)
+    shapes = problem.coloured_shapes(200, problem.stream(1))
+    found = problem.split(shapes, shapes, 0.1, seed=3)
     assert (len(found.train.labels), len(found.val.labels)) == (180, 20)
     both = torch.cat([found.train.images, found.val.images]).flatten(1)
     assert len(both.unique(dim=0)) == len(shapes.images.flatten(1).unique(dim=0)) == 200
-    plain = _pictures.normalize(found.train.images, found).double()
+    plain = problem.normalize(found.train.images, found).double()
     assert plain.mean((0, 2, 3)).abs().max() < 1e-5
     assert (plain.std((0, 2, 3)) - 1).abs().max() < 1e-5
-    other = _pictures.split(shapes, shapes, 0.1, seed=4)
+    other = problem.split(shapes, shapes, 0.1, seed=4)
     assert not torch.equal(other.val.images, found.val.images)
 
 
 def test_validation_batches_use_all_before_one_comes_again() -> None:
-    rows = torch.cat(_pictures.draw_rows(10, 4, 5, _pictures.stream(0)))
+    rows = torch.cat(problem.draw_rows(10, 4, 5, problem.stream(0)))
     assert rows.bincount().tolist() == [2] * 10
 
 
@@ -317,7 +315,7 @@ def test_what_is_learned_by_its_logarithm_goes_far_enough() -> None:
 
 def test_colours_are_measured_exactly() -> None:
     images = torch.randint(0, 256, (37, 3, 8, 8), dtype=torch.uint8)
-    mean, deviation = _pictures._statistics(images)
+    mean, deviation = problem._statistics(images)
     pixels = images.transpose(0, 1).flatten(1).double() / 255
     torch.testing.assert_close(mean.flatten(), pixels.mean(1).float())
     torch.testing.assert_close(deviation.flatten(), pixels.std(1).float())
@@ -387,16 +385,13 @@ def test_what_cannot_be_learned_is_refused_before_other_arms_are_trained(
 
 def test_each_of_the_betas_has_a_row_of_its_own() -> None:
     betas = [[0.9, 0.999], [0.8, 0.998]]
-    records = [
-        {"arm": "meta", "seed": seed, "epoch": epoch, "learned": {"betas": betas, "lr": [0.1, 0.2]}}
-        for seed in range(3)
-        for epoch in (1, 2)
-    ]
-    both = _meta_lr_figures.learned("betas", records).axes
+    epochs = [{"epoch": epoch, "learned": {"betas": betas, "lr": [0.1, 0.2]}} for epoch in (1, 2)]
+    runs = {("meta", seed): epochs for seed in range(3)}
+    both = figures.draw_learned("betas", runs).axes
     assert [axes.get_ylabel() for axes in both] == ["betas[0]", "", "", "betas[1]", "", ""]
     lines = [line.get_ydata()[0] for line in both[3].get_lines()]
     assert lines == [0.999, 0.998]
-    assert len(_meta_lr_figures.learned("lr", records).axes) == 3
+    assert len(figures.draw_learned("lr", runs).axes) == 3
 
 
 def test_a_meta_update_that_diverges_is_left_out(
@@ -414,17 +409,17 @@ def test_a_meta_update_that_diverges_is_left_out(
     assert arms["meta"]["errors"] == arms["fixed"]["errors"] and arms["meta"]["skipped"] > 0
 
 
-def test_a_run_does_not_go_on_with_other_pictures(
+def test_a_run_does_not_go_on_with_otherproblem(
     whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {p.name: p.read_bytes() for p in whole.iterdir() if p.is_file()}
-    real = _pictures.load
+    real = problem.load
 
     def other(*args: Any) -> Any:
         train, test, source = real(*args)
         return train, data.Labelled(255 - test.images, test.labels), source
 
-    monkeypatch.setattr(_pictures, "load", other)
+    monkeypatch.setattr(problem, "load", other)
     assert main(["meta-lr", "--resume", str(whole)]) == 2
     assert "The run was on" in capsys.readouterr().err
     assert before == {p.name: p.read_bytes() for p in whole.iterdir() if p.is_file()}

@@ -69,7 +69,7 @@ class Search(Parts):
         found = [["", "validation loss", "test loss", "test accuracy"]]
         for name, columns in rows.items():
             cells = [_mean_text(columns[m], m.endswith("accuracy")) for m in MEASURES]
-            found.append([ABOUT[name] if name in ABOUT else name, *cells])
+            found.append([str(ABOUT.get(name, name)), *cells])
         better = []
         for arm, counts in result["better"].items():
             won = ", ".join(f"{m.replace('_', ' ')} {counts[m]}" for m in MEASURES)
