@@ -587,8 +587,8 @@ def test_neither_loss_moves_a_net_further_than_the_longest_gradient() -> None:
     cell = Cell(Config(problem="sines", steps=2, tasks=2, inner_clip=0.5), "sines", 0)
     tasks = cell._draw_tasks(torch.Generator().manual_seed(0), 2, 1)
     for loss in (cell.criterion, cell.problem.task_loss):
-        watched = learned_loss_cell._Measured(loss, cell.problem.error)
-        inner = cell._loop(watched, 0.1, cell.clip)
+        watched = learned_loss_cell.Measured(loss, cell.problem.error)
+        inner = cell._loop(watched, 0.1, cell.problem.clip)
         for adapted in inner.adapt([(cell._batch(tasks.support, 0), tasks.query)], tasks=True):
             moved = torch.cat([p.flatten() for p in adapted.params.values()]).norm()
             torch.testing.assert_close(moved.item(), 0.05, rtol=1e-4, atol=0)

@@ -56,7 +56,6 @@ def build_net(seed: int) -> nn.Module:
         )
 
 
-def squared_error(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss, in training and in testing."""
-    x, y = batch
-    return mse_loss(net(x), y)
+def squared_error(net: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The loss, in training and in testing. The batch begins with (x, y)."""
+    return mse_loss(net(batch[0]), batch[1])
