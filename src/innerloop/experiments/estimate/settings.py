@@ -38,9 +38,7 @@ class Config(Settings):
     updates: Annotated[Count, "meta-updates"] = 40
     every: Annotated[Count, "meta-updates between two tests"] = 5
     meta_lr: Annotated[Rate, "learning rate of the outer Adam"] = 0.1
-    samples: Annotated[
-        int, Bounds(2), "samples of reinforce and evaluations of evolution, per meta-update"
-    ] = 16
+    samples: Annotated[int, Bounds(2), "of reinforce, or evaluations of evolution"] = 16
     sigma: Annotated[Rate, "standard deviation of evolution's perturbations"] = 0.2
     trained: Annotated[Count, "models trained for a test"] = 5
     out: Annotated[Path, "folder of the run"] = Path("out/estimate")

@@ -25,6 +25,7 @@ from innerloop.experiments.hyperopt.losses import (
     class_loss,
 )
 from innerloop.experiments.hyperopt.settings import RANGES, STRATEGIES, Config, Range
+from innerloop.experiments.meta_lr.problem import draw_rows
 
 _CHUNK = 2000  # points that are measured at a time
 
@@ -240,13 +241,9 @@ def _convolutions(channels: int, size: int, width: int, outputs: int) -> nn.Modu
 
 def make_batches(points: Points, steps: int, batch: int, generator: torch.Generator) -> list[Batch]:
     """Batches for all steps: each point once before any comes again."""
-    count = len(points.y)
-    size = min(batch, count)
-    passes = -(-steps * size // count)
-    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
+    size = min(batch, len(points.y))
     found = []
-    for k in range(steps):
-        index = order[k * size : (k + 1) * size]
+    for rows in draw_rows(len(points.y), size, steps, generator):
         draws = torch.randn(size, len(AUGMENTATIONS), generator=generator, dtype=torch.float32)
-        found.append(Batch(points.x[index], points.y[index], index, draws))
+        found.append(Batch(points.x[rows], points.y[rows], rows, draws))
     return found

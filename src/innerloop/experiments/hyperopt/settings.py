@@ -59,20 +59,12 @@ class Config(Settings):
     batch: Annotated[Count, "points of a step; all of them if they are fewer"] = 100
     inner_lr: Annotated[Rate, "learning rate of the training"] = 0.05
     momentum: Annotated[_Fraction, "its momentum"] = 0.9
-    scouts: Annotated[
-        int, Bounds(0), "trainings at random points, to start the gradient at the best"
-    ] = 30
-    starts: Annotated[
-        Count, "how many of the best share half of the updates; the rest go on from the best of all"
-    ] = 2
+    scouts: Annotated[int, Bounds(0), "trainings at random points before the gradient"] = 30
+    starts: Annotated[Count, "the best of these, which share half of the updates"] = 2
     updates: Annotated[Count, "updates of the hyperparameters by their gradient"] = 40
-    meta_lr: Annotated[Rate, "rate of their Adam at the start, on logarithms; falls to a tenth"] = (
-        1.0
-    )
+    meta_lr: Annotated[Rate, "rate of their Adam, on logarithms; falls to a tenth"] = 1.0
     backward: Annotated[str, Choice(tuple(STRATEGIES))] = "tape"
-    meta_cost: Annotated[
-        Count | None, "trainings that an update counts as (passes over the net)"
-    ] = None
+    meta_cost: Annotated[Count | None, "trainings that an update counts as (passes)"] = None
     seeds: Annotated[Seeds, "repetitions, each with data and a net of its own"] = 5
     seed: Annotated[Seed, "the first of them; the same seed gives the same result"] = 0
     data: Annotated[Path | None, "folder of CIFAR-10 (default: INNERLOOP_DATA)"] = None

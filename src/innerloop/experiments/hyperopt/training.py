@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from innerloop.data.images import checksum
 from innerloop.experiments.framework.parts import Part, Parts
 from innerloop.experiments.framework.tables import plus_minus, table
 from innerloop.experiments.hyperopt import figures
@@ -14,6 +13,7 @@ from innerloop.experiments.hyperopt.cell import Cell, References
 from innerloop.experiments.hyperopt.figures import ABOUT
 from innerloop.experiments.hyperopt.problem import Problem, build, load, split
 from innerloop.experiments.hyperopt.settings import RANGES, Config
+from innerloop.experiments.meta_lr.problem import digest
 
 MEASURES = ("val_loss", "test_loss", "test_accuracy")
 
@@ -79,12 +79,6 @@ class Search(Parts):
             by_seed.append([ABOUT[arm], *(f"{loss:.4f}" for loss in rows[arm]["val_loss"])])
         parts = [head, "", table(found), "", *better, "", table(by_seed)]
         return "\n".join(parts + _describe_recovery(result))
-
-
-def digest(*parts: Any) -> str:
-    """A short checksum of images and their labels."""
-    shapes = [list(part.x.shape) for part in parts]
-    return checksum(shapes, *(tensor for part in parts for tensor in part))
 
 
 def summarize(config: Any, records: list[dict[str, Any]], problem: Problem) -> dict[str, Any]:

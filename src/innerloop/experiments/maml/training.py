@@ -81,11 +81,10 @@ class Training(Experiment):
         return ", ".join(images.digest for images in self.splits)
 
     def share(self, ranks: Ranks) -> None:
-        if self.config.tasks < ranks.size:
-            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")
-        for name in ("val_tasks", "test_tasks"):
-            if getattr(self.config, name) < ranks.size:
-                refuse(name, getattr(self.config, name), f"one for each process, {ranks.size}")
+        for name in ("tasks", "val_tasks", "test_tasks"):
+            count = getattr(self.config, name)
+            if count < ranks.size:
+                refuse(name, count, f"at least one for each of {ranks.size} processes")
         self.learner.outer.ranks = ranks
 
     def build_sampler(self, images: Any, tasks: int, seed: int) -> Any:
@@ -95,22 +94,16 @@ class Training(Experiment):
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"random": torch.get_rng_state(), "measured": self._digests}
+        own = {"random": torch.get_rng_state(), "source": self.source}
         return super().state_dict() | own
 
-    @property
-    def _digests(self) -> dict[str, str]:
-        """Checksums of the images that are not trained on; the sampler checks its own."""
-        return {"val": self.splits.val.digest, "test": self.splits.test.digest}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, digest in self._digests.items():
-            if state["measured"][name] != digest:
-                raise InnerLoopError(
-                    f"The {name} images are not those that the run was started with: accuracies "
-                    "before and after could not be compared. Put the old ones back, or name their "
-                    "folder with --data."
-                )
+        if state["source"] != self.source:
+            raise InnerLoopError(
+                "The images are not those that the run was started with: accuracies before and "
+                "after could not be compared. Put the old ones back, or name their folder with "
+                "--data."
+            )
         super().load_state_dict(state)
         torch.set_rng_state(state["random"])
         kinds = {"epoch": int, "val_accuracy": float, "learned": dict}
