@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
-from commands import flags_of, read, stop_and_resume, untimed
+from commands import flags_of, read
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments.hyperopt import problem as problems
@@ -25,22 +25,10 @@ from innerloop.experiments.hyperopt.training import _better, _recovery
 
 pytest.importorskip("sklearn")
 
-TINY = {
-    "--train": "20",
-    "--val": "15",
-    "--width": "6",
-    "--steps": "3",
-    "--batch": "8",
-    "--labelled": "10",
-    "--scouts": "3",
-    "--starts": "1",
-    "--updates": "2",
-    "--seeds": "2",
-}
 WHATS = tuple(RANGES)
 
 
-flags = flags_of("hyperopt", TINY)
+flags = flags_of("hyperopt")
 
 
 def settings(**changed: Any) -> hyperopt.Config:
@@ -128,40 +116,6 @@ def test_another_seed_gives_another_result(whole: Path, tmp_path: Path) -> None:
     # A seed's result does not depend on those before it.
     assert {arm: {m: v[1:] for m, v in row.items()} for arm, row in ours.items()} == theirs
     assert ours["random"]["val_loss"][0] != theirs["random"]["val_loss"][0]
-
-
-@pytest.mark.parametrize("after", [3, 17])
-def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
-    stop_and_resume(flags(tmp_path / "stopped"), hyperopt.Search, after)
-    assert untimed(tmp_path / "stopped") == untimed(whole)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--what", "weight-decays"], "weight-decay"),
-        (["--dataset", "digit"], "digits"),
-        (["--noise", "1"], "below 1"),
-        (["--inner-lr", "nan"], "above 0"),
-        (["--updates", "0"], "at least 1"),
-        (["--seeds", "0"], "from 1"),
-        (["--seeds", "1000000000000"], "from 1"),
-        (["--scouts", "1", "--starts", "2"], "at most the scouts"),
-        (["--starts", "3", "--updates", "5"], "half of the updates"),
-        (["--train", "1500"], "--train"),
-        (["--meta-cost", "0"], "at least 1"),
-        (["--backward", "taped"], "tape"),
-        (["--preset", "papr"], "paper"),
-        (["--what", "task-weights", "--dataset", "cifar10"], "digits"),
-        (["--what", "task-weights", "--labelled", "301"], "at most"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["hyperopt", *wrong, "--out", str(tmp_path / "run")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_training_that_diverges_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import innerloop as il
-from commands import flags_of, stop_and_resume, untimed
+from commands import flags_of, untimed
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.learned_loss import cell as learned_loss_cell
-from innerloop.experiments.learned_loss import training as learned_loss
 from innerloop.experiments.learned_loss.cell import Cell
 from innerloop.experiments.learned_loss.problem import PROBLEMS
 from innerloop.experiments.learned_loss.training import Config
@@ -467,18 +466,8 @@ def test_a_label_that_is_no_class_is_an_error(wrong):
 
 # The experiment. ---------------------------------------------------------------------------------
 
-TINY = {
-    "--seeds": "2",
-    "--iterations": "3",
-    "--tasks": "2",
-    "--steps": "2",
-    "--horizon": "4",
-    "--held-out": "2",
-    "--problem": "sines",
-}
 
-
-flags = flags_of("learned-loss", TINY)
+flags = flags_of("learned-loss")
 
 
 @pytest.fixture(scope="module")
@@ -530,13 +519,6 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
     assert untimed(tmp_path / "again") == untimed(whole)
     first, second = json.loads(untimed(whole))[:2]
     assert first["learned"] != second["learned"] and first["task"] != second["task"]
-
-
-@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 5, 7])
-def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
-    """Stopped among the updates, among the rates, and in the second cell."""
-    stop_and_resume(flags(tmp_path / "stopped"), learned_loss.LearningLosses, after)
-    assert untimed(tmp_path / "stopped") == untimed(whole)
 
 
 def test_digits_and_a_rate_that_diverges(tmp_path: Path, few_rates: None) -> None:
@@ -636,33 +618,6 @@ def test_held_out_digits_are_in_no_training_task() -> None:
     (x, _), (judged, _) = seen
     for shown, other in zip(x.tolist(), judged.tolist(), strict=True):
         assert not {*map(tuple, shown)} & {*map(tuple, other)}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--problem", "sine"], "sines"),
-        (["--form", "weighed"], "weighted"),
-        (["--steps", "200"], "horizon"),
-        (["--moments", "-1"], "at least 0"),
-        (["--seeds", "0"], "from 1 to 10000, not 0"),
-        (["--inner-lr", "nan"], "above 0"),
-        (["--inner-clip", "0"], "above 0"),
-        (["--momentum", "1"], "below 1"),
-        (["--preset", "papr"], "paper"),
-        (["--meta-lrr", "1"], "--meta-lr"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["learned-loss", *wrong, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])

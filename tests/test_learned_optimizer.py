@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import flags_of, read, stop_and_resume, untimed
+from commands import flags_of, read
 from innerloop.__main__ import main
 from innerloop.experiments.learned_optimizer import figures, tuned
 from innerloop.experiments.learned_optimizer import training as learned_optimizer
@@ -25,19 +24,7 @@ from innerloop.experiments.learned_optimizer.problem import (
 )
 from innerloop.experiments.learned_optimizer.tuned import best_rates, curves, measure
 
-TINY = {
-    "--problem": "quadratics",
-    "--seeds": "2",
-    "--episodes": "2",
-    "--horizon": "4",
-    "--window": "2",
-    "--longer": "6",
-    "--tasks": "3",
-    "--held-out": "4",
-}
-
-
-flags = flags_of("learned-optimizer", TINY)
+flags = flags_of("learned-optimizer")
 
 
 @pytest.fixture(autouse=True)
@@ -58,35 +45,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 RUNS: dict[str, Path] = {}
 PES = {"by": "pes", "samples": "2", "seeds": "1"}
-
-
-def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["learned-optimizer", "--resume", str(whole)]) == 0  # says the result once more
-    for name in ("config.json", "metrics.jsonl", "quadratics.png", "quadratics.svg"):
-        assert (whole / name).stat().st_size > 0
-    result = read(whole)
-    by = result["summary"]["quadratics"]
-    assert set(by) == {"lstm", "sgd", "adam", "rmsprop"}
-    assert set(by["lstm"]) == {"4", "6"} and set(by["lstm"]["4"]) == {"mean", "final"}
-    values = [cell["losses"]["lstm"]["6"]["final"] for cell in result["cells"]]
-    assert by["lstm"]["6"]["final"]["mean"] == pytest.approx(sum(values) / 2)
-    shown = capsys.readouterr().out
-    assert "learned LSTM" in shown and "of 2 seeds" in shown
-    assert f"{by['adam']['4']['mean']['mean']:.4g}" in shown
-
-
-def test_another_seed_gives_another_result(whole: Path, tmp_path: Path) -> None:
-    assert main(flags(tmp_path / "other", seed="7")) == 0
-    assert read(tmp_path / "other")["cells"] != read(whole)["cells"]
-
-
-@pytest.mark.parametrize("whole, after", [({}, 1), ({}, 3), ({}, 5), (PES, 1)], indirect=["whole"])
-def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
-    """In the middle of a meta-training, between two, before the last unit."""
-    how = PES if json.loads((whole / "config.json").read_text())["by"] == "pes" else {}
-    folder = tmp_path / "stopped"
-    stop_and_resume(flags(folder, **how), learned_optimizer.Comparison, after)
-    assert untimed(folder) == untimed(whole)
 
 
 @pytest.mark.parametrize("optimizer", ["mlp", "meta-sgd", "lslr"])
@@ -178,31 +136,6 @@ def test_the_lstm_is_belowtuned_adam(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # Refusals. ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("problem", "quadratic"),
-        ("optimizer", "lst"),
-        ("by", "tape"),
-        ("seeds", "0"),
-        ("seed", "-1"),
-        ("episodes", "0"),
-        ("window", "3"),
-        ("longer", "3"),
-        ("samples", "3"),
-        ("sigma", "0"),
-        ("meta_lr", "nan"),
-        ("clip", "-1"),
-    ],
-)
-def test_wrong_settings_are_refused_before_any_work(
-    tmp_path: Path, name: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags(tmp_path / "out", **{name: value})) == 2
-    assert "--" + name.replace("_", "-") in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_episode_that_diverges_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import datasets
-from commands import flags_of, stop_and_resume, untimed
+from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
@@ -29,22 +29,7 @@ from innerloop.experiments.framework.settings import from_json
 from innerloop.experiments.maml import training as maml
 from innerloop.experiments.maml.learner import step_weights
 
-TINY = {
-    "--model": "mlp",
-    "--filters": "8",
-    "--steps": "2",
-    "--tasks": "2",
-    "--query": "2",
-    "--iterations": "6",
-    "--epoch": "2",
-    "--val-tasks": "4",
-    "--test-tasks": "8",
-    "--ensemble": "2",
-    "--tasks-by": "loop",
-}
-
-
-flags = flags_of("maml", TINY)
+flags = flags_of("maml")
 
 
 @pytest.fixture(scope="module")
@@ -62,43 +47,6 @@ def few_glyphs(glyphs: data.Splits, monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path: Path) -> Path:
     assert main(flags(tmp_path / "whole")) == 0
     return tmp_path / "whole"
-
-
-def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("config.json", "metrics.jsonl", "checkpoint.pt", "result.json"):
-        assert (whole / name).stat().st_size > 0
-    assert {p.name for p in whole.glob("*.png")} == {
-        "accuracy.png",
-        "learned-lr.png",
-        "episodes.png",
-    }
-    assert list(whole.glob("events.out.tfevents*"))
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [r["iteration"] for r in records] == [2, 4, 6]
-    # One rate for each step and each tensor of the model.
-    assert torch.tensor(records[0]["learned"]["lr"]).shape[0] == 2
-    result = json.loads((whole / "result.json").read_text())
-    assert 0 <= result["accuracy"] <= 1 and result["test_tasks"] == 8
-    assert len(result["epochs"]) == 2
-
-
-def test_another_seed_gives_another_result(whole: Path, tmp_path: Path) -> None:
-    assert main(flags(tmp_path / "other", seed="1")) == 0
-    assert untimed(tmp_path / "other") != untimed(whole)
-
-
-@pytest.mark.parametrize(
-    ("after", "changed"),
-    [(n, {}) for n in (1, 2, 3, 5)]
-    + [(3, {"tasks_by": "vmap"}), (3, {"inner_optim": "adam", "multi_step_epochs": "2"})],
-)
-def test_a_stopped_run_goes_on_to_the_same_result(
-    tmp_path: Path, after: int, changed: dict[str, str]
-) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    assert main(flags(whole, **changed)) == 0
-    stop_and_resume(flags(folder, **changed), maml.Training, after)
-    assert untimed(folder) == untimed(whole)
 
 
 # The parts of MAML++, against plain torch. --------------------------------------------------------
@@ -266,54 +214,6 @@ def test_weights_of_steps() -> None:
         assert sum(weights) == pytest.approx(1)
         assert weights[-1] >= max(weights[:-1]) - 1e-12
     assert step_weights(5, 10, 10) == [0, 0, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--model", "resnet8"], "resnet-8"),
-        (["--dataset", "omniglott"], "omniglot"),
-        (["--way", "1"], "at least 2"),
-        (["--tasks", "1000001"], "from 1 to 1000000, not 1000001"),
-        (["--iterations", "1" + "0" * 400], "more than"),
-        (["--model", "densenet-bc-/../../x"], "densenet-bc-12-100"),
-        (["--model", "densenet-bc-1000-1000"], "weights"),
-        (["--size", "32"], "--dataset folder"),
-        (["--dataset", "folder", "--size", "0"], "from 1 to 1024"),
-        (["--inner-lr", "nan"], "above 0"),
-        (["--meta-lr-end", "1"], "at most"),
-        (["--preset", "papr"], "paper"),
-        (["--backward", "taped"], "tape"),
-        (["--learn-betas"], "sgd"),
-        (["--learn-betas", "--inner-optim", "adamw"], "adamw. It is for --inner-optim adam,"),
-        (["--device", "nowhere"], "device"),
-        (["--resume", "no-such-folder"], "no-such-folder"),
-        (["--inner-optm", "sgd"], "--inner-optim"),
-        (["--way", "five"], "--way"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["maml", *wrong, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_is_not_written_over(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags(whole)) == 2
-    assert "--resume" in capsys.readouterr().err
-
-
-def test_resuming_with_other_settings_is_refused(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["maml", "--resume", str(whole), "--way", "4"]) == 2
-    assert "--way" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import innerloop as il
-from commands import flags_of, stop_and_resume, untimed
+from commands import flags_of, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import DivergedError
@@ -20,19 +20,6 @@ from innerloop.experiments.meta_lr import training as meta_lr
 from innerloop.experiments.meta_lr.cell import Cell, parameter_groups
 from innerloop.models import DenseNetBC
 
-TINY = {
-    "--growth": "2",
-    "--depth": "10",
-    "--epochs": "4",
-    "--batch": "10",
-    "--seeds": "1",
-    "--shapes": "20",
-    "--val-part": "0.2",
-    "--meta-steps": "2",
-    "--meta-batch": "2",
-    "--val-batches": "2",
-    "--meta-lr": "0.01",
-}
 STEPS = 2  # in an epoch
 
 
@@ -41,7 +28,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INNERLOOP_DATA", raising=False)
 
 
-flags = flags_of("meta-lr", TINY)
+flags = flags_of("meta-lr")
 
 
 def config(**changed: object) -> meta_lr.Config:
@@ -262,49 +249,6 @@ def test_the_same_seed_gives_the_same_result(whole: Path, tmp_path: Path) -> Non
     assert main(flags(tmp_path / "again")) == 0
     assert untimed(tmp_path / "again") == untimed(whole)
     assert cell("fixed", 1).step(0, 0) != cell("fixed", 0).step(0, 0)
-
-
-@pytest.mark.parametrize("after", [8, 21])
-def test_a_stopped_run_goes_on_to_the_same_result(whole: Path, tmp_path: Path, after: int) -> None:
-    """Between two runs, and in the middle of an epoch with learned rates."""
-    stop_and_resume(flags(tmp_path / "stopped"), meta_lr.MetaLr, after)
-    assert untimed(tmp_path / "stopped") == untimed(whole)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--arms", "fixed,meat"], "meta"),
-        (["--arms", "fixed,fixed"], "once"),
-        (["--learn", "lr,beta"], "lr"),
-        (["--learn", "momentum", "--optimizer", "adamw"], "betas"),
-        (["--learn", "momentum", "--momentum", "0"], "above 0"),
-        (["--optimizer", "sdg"], "sgd"),
-        (["--per", "element"], "parameter"),
-        (["--groups", "layer"], "part"),
-        (["--backward", "ramat"], "remat"),
-        (["--depth", "12"], "multiple of 6"),
-        (["--lr", "nan"], "must be above 0, not nan"),
-        (["--lr", "0"], "above 0"),
-        (["--val-part", "1"], "above 0 and below 1, not 1.0"),
-        (["--val-part", "0.0001", "--shapes", "20"], "--val-part"),
-        (["--preset", "papr"], "paper"),
-        (["--data", "no-such-folder"], "no-such-folder"),
-        (["--resume", "no-such-folder"], "no-such-folder"),
-        (["--epochs", "many"], "--epochs"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_settings_are_refused(
-    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["meta-lr", *wrong, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_learned_by_its_logarithm_goes_far_enough() -> None:
