@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import flags_of
+from commands import flags_of, read, read_records
 from innerloop.__main__ import main
 from innerloop.experiments.estimate import problem as rare
 from innerloop.experiments.estimate.settings import ARMS
@@ -23,10 +23,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_writes_all_it_should(whole: Path) -> None:
-    assert {p.name for p in whole.glob("*.png")} == {"metrics.png", "weights.png"}
-    assert {p.name for p in whole.glob("*.svg")} == {"metrics.svg", "weights.svg"}
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+def test_all_methods_begin_alike_and_learn(whole: Path) -> None:
+    records = read_records(whole)
     cells = [(seed, arm) for seed in (0, 1) for arm in ARMS]
     assert [(r["seed"], r["arm"], r["update"]) for r in records] == [
         (*cell, update) for cell in cells for update in (0, 2, 3)
@@ -37,6 +35,18 @@ def test_a_run_writes_all_it_should(whole: Path) -> None:
     ends = [r["learned"] for r in records if r["update"] == 3]
     assert len({json.dumps(end) for end in ends}) == len(cells)
     assert all(min(abs(w - 1) for w in end["weights"]) > 0 for end in ends)
+
+
+def test_the_result_is_that_of_the_last_records(whole: Path) -> None:
+    records = read_records(whole)
+    found = read(whole)["arms"]
+    assert list(found) == ["start", *ARMS]
+    for arm in ARMS:
+        last = [r["f1"] for r in records if (r["arm"], r["update"]) == (arm, 3)]
+        assert found[arm]["f1"]["each"] == last
+        assert found[arm]["f1"]["mean"] == pytest.approx(sum(last) / 2)
+    first = [r["f1"] for r in records if (r["arm"], r["update"]) == ("proxy", 0)]
+    assert found["start"]["f1"]["each"] == first
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
@@ -61,7 +71,7 @@ def test_the_parts_of_a_search_share_no_drawing() -> None:
 @pytest.mark.slow
 def test_what_learns_by_the_metric_beats_what_learns_by_the_proxy(tmp_path: Path) -> None:
     assert main(["estimate", "--seeds", "2", "--out", str(tmp_path / "run")]) == 0
-    found = json.loads((tmp_path / "run" / "result.json").read_text())["arms"]
+    found = read(tmp_path / "run")["arms"]
     f1 = {arm: values["f1"]["mean"] for arm, values in found.items()}
     assert f1["reinforce"] > f1["proxy"] + 0.1
     assert f1["evolution"] > f1["proxy"] + 0.1

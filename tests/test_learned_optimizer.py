@@ -32,19 +32,20 @@ def few_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "RATES", (0.001, 0.01, 0.1))
 
 
-@pytest.fixture
-def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """An undisturbed run, the same one for all tests that ask for it with the same settings."""
-    how = getattr(request, "param", {})
-    folder = RUNS.get(str(how))
-    if folder is None:
-        folder = RUNS[str(how)] = tmp_path_factory.mktemp("runs") / "whole"
-        assert main(flags(folder, **how)) == 0
-    return folder
-
-
-RUNS: dict[str, Path] = {}
-PES = {"by": "pes", "samples": "2", "seeds": "1"}
+def test_the_summary_is_that_of_all_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole"
+    assert main(flags(whole)) == 0
+    result = read(whole)
+    by = result["summary"]["quadratics"]
+    assert set(by) == {"lstm", "sgd", "adam", "rmsprop"}
+    assert set(by["lstm"]) == {"4", "6"} and set(by["lstm"]["4"]) == {"mean", "final"}
+    values = [cell["losses"]["lstm"]["6"]["final"] for cell in result["cells"]]
+    assert by["lstm"]["6"]["final"]["mean"] == pytest.approx(sum(values) / 2)
+    shown = capsys.readouterr().out
+    assert "learned LSTM" in shown and "of 2 seeds" in shown
+    assert f"{by['adam']['4']['mean']['mean']:.4g}" in shown
 
 
 @pytest.mark.parametrize("optimizer", ["mlp", "meta-sgd", "lslr"])

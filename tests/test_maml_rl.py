@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import innerloop as il
-from commands import flags_of
+from commands import flags_of, read
 from innerloop.__main__ import main
 from innerloop.experiments.maml_rl import training as maml_rl
 from innerloop.experiments.maml_rl.problem import WORLDS, CartPole, Navigation
@@ -18,14 +16,11 @@ flags = flags_of("maml-rl")
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_run_writes_all_it_should(world, tmp_path, capsys):
+def test_the_result_is_that_of_every_seed(world, tmp_path, capsys):
     if world == "cartpole":
         pytest.importorskip("gymnasium")
     assert main(flags(tmp_path / "run", world=world)) == 0
-    for name in ("returns", "training", "episodes"):
-        for ending in ("png", "svg"):
-            assert (tmp_path / "run" / f"{name}.{ending}").stat().st_size > 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = read(tmp_path / "run")
     assert [one["seed"] for one in result["seeds"]] == [0, 1]
     returns = torch.tensor([one["returns"] for one in result["seeds"]])
     assert returns.shape == (2, 4) and returns.isfinite().all()
@@ -37,11 +32,30 @@ def test_a_run_writes_all_it_should(world, tmp_path, capsys):
     assert f"{returns[1, 3]:.2f} ±" in said
 
 
+def test_without_an_inner_loop_the_mean_return_is_trained_for():
+    """And rates stay as they are: nothing is adapted while it is trained."""
+    config = maml_rl.Config.configure(
+        {"steps": 0, "tasks": 3, "episodes": 4, "horizon": 5}, "quick"
+    )
+    learner = maml_rl.Learner(config, 0)
+    generator = torch.Generator().manual_seed(0)
+    tasks = learner.world.tasks(3, generator)
+    (val,) = learner.batches(tasks, 1, generator)
+    each = [learner.loss(learner.policy, one(val, t))[0] for t in range(3)]
+    expected = torch.autograd.grad(torch.stack(each).mean(), list(learner.policy.parameters()))
+    learner.generator.manual_seed(0)
+    before = learner.inner.hyper["lr"].clone()
+    learner.update()
+    found = [p.grad for p in learner.policy.parameters()]
+    torch.testing.assert_close(found, list(expected))
+    assert torch.equal(learner.inner.hyper["lr"], before)
+
+
 def test_the_first_seed_can_be_chosen(tmp_path):
     """A run of the second seed alone finds what a run of both found for it."""
     assert main(flags(tmp_path / "both")) == 0
     assert main(flags(tmp_path / "second", seed="1", seeds="1")) == 0
-    results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("both", "second")]
+    results = [read(tmp_path / name) for name in ("both", "second")]
     assert results[0]["seeds"][1] == results[1]["seeds"][0]
     assert results[0]["seeds"][0]["returns"] != results[0]["seeds"][1]["returns"]
 
@@ -144,6 +158,6 @@ def test_adaptation_earns_more_on_held_out_goals(tmp_path):
     small = {"seeds": "1", "iterations": "40", "tasks": "20", "episodes": "20", "horizon": "20"}
     words = [f"--{name}={value}" for name, value in small.items()]
     assert main(["maml-rl", *words, "--out", str(tmp_path / "run")]) == 0
-    (one,) = json.loads((tmp_path / "run" / "result.json").read_text())["seeds"]
+    (one,) = read(tmp_path / "run")["seeds"]
     assert one["returns"][1] > one["returns"][0] + 2
     assert one["better"] > 0.8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from commands import flags_of
+from commands import flags_of, read_records
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
@@ -107,8 +106,7 @@ def test_skipped_updates_do_not_lower_the_scale_for_ever() -> None:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train_loss"] for line in lines]
+    return [record["train_loss"] for record in read_records(folder)]
 
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])
@@ -138,5 +136,5 @@ def test_a_run_may_leave_such_updates_out(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FewShot, "loss", at_times)
     assert main(flags(tmp_path / "run", nonfinite="skip")) == 0
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = read_records(tmp_path / "run")[-1]
     assert last["skipped"] == 2
