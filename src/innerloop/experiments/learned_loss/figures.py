@@ -92,7 +92,7 @@ def _draw_height(axes: Any, cell: Cell, at: float) -> None:
 
 
 def _draw_slopes(axes: Any, cell: Cell) -> None:
-    """Its derivative by the prediction, for some targets; that of the squared error is a line."""
+    """The derivative by the prediction, for some targets; a line for the squared error."""
     for target in (-3.0, 0.0, 3.0):
         moving = _LINE.clone().requires_grad_()
         extras = _extras(cell, torch.zeros_like(_LINE))
