@@ -18,6 +18,7 @@ import torch.distributed as dist
 from innerloop import data, models
 from innerloop.experiments.framework.ranks import Ranks
 from innerloop.experiments.maml.learner import FewShot
+from innerloop.experiments.maml.settings import Config
 
 _WARM, _TIMED = 2, 10
 
@@ -25,17 +26,7 @@ _WARM, _TIMED = 2, 10
 def _learner(dtype: torch.dtype, filters: int) -> FewShot:
     torch.manual_seed(0)
     model = models.build("vgg", in_channels=1, classes=5, filters=filters).to(dtype)
-    return FewShot(
-        model,
-        inner_optim="sgd",
-        inner_lr=0.1,
-        steps=5,
-        learn_rates=True,
-        learn_betas=False,
-        meta_lr=1e-3,
-        tasks_by="vmap",
-        backward="tape",
-    )
+    return FewShot(model, Config())
 
 
 def _gradient(episode: data.Episode, ranks: Ranks) -> torch.Tensor:

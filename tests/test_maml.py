@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import os
 import random
@@ -20,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import datasets
-from commands import flags_of, stop_and_resume, untimed
+from commands import flags_of, read, read_records, untimed
 from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
@@ -29,22 +28,7 @@ from innerloop.experiments.framework.settings import from_json
 from innerloop.experiments.maml import training as maml
 from innerloop.experiments.maml.learner import step_weights
 
-TINY = {
-    "--model": "mlp",
-    "--filters": "8",
-    "--steps": "2",
-    "--tasks": "2",
-    "--query": "2",
-    "--iterations": "6",
-    "--epoch": "2",
-    "--val-tasks": "4",
-    "--test-tasks": "8",
-    "--ensemble": "2",
-    "--tasks-by": "loop",
-}
-
-
-flags = flags_of("maml", TINY)
+flags = flags_of("maml")
 
 
 @pytest.fixture(scope="module")
@@ -64,41 +48,15 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-def test_a_run_writes_all_it_should(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("config.json", "metrics.jsonl", "checkpoint.pt", "result.json"):
-        assert (whole / name).stat().st_size > 0
-    assert {p.name for p in whole.glob("*.png")} == {
-        "accuracy.png",
-        "learned-lr.png",
-        "episodes.png",
-    }
-    assert list(whole.glob("events.out.tfevents*"))
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+def test_each_epoch_has_a_record(whole: Path) -> None:
+    assert (whole / "checkpoint.pt").stat().st_size > 0
+    records = read_records(whole)
     assert [r["iteration"] for r in records] == [2, 4, 6]
     # One rate for each step and each tensor of the model.
     assert torch.tensor(records[0]["learned"]["lr"]).shape[0] == 2
-    result = json.loads((whole / "result.json").read_text())
+    result = read(whole)
     assert 0 <= result["accuracy"] <= 1 and result["test_tasks"] == 8
     assert len(result["epochs"]) == 2
-
-
-def test_another_seed_gives_another_result(whole: Path, tmp_path: Path) -> None:
-    assert main(flags(tmp_path / "other", seed="1")) == 0
-    assert untimed(tmp_path / "other") != untimed(whole)
-
-
-@pytest.mark.parametrize(
-    ("after", "changed"),
-    [(n, {}) for n in (1, 2, 3, 5)]
-    + [(3, {"tasks_by": "vmap"}), (3, {"inner_optim": "adam", "multi_step_epochs": "2"})],
-)
-def test_a_stopped_run_goes_on_to_the_same_result(
-    tmp_path: Path, after: int, changed: dict[str, str]
-) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    assert main(flags(whole, **changed)) == 0
-    stop_and_resume(flags(folder, **changed), maml.Training, after)
-    assert untimed(folder) == untimed(whole)
 
 
 # The parts of MAML++, against plain torch. --------------------------------------------------------
@@ -162,7 +120,7 @@ def test_the_epochs_decide_on_weights_and_order(
 
 
 def test_the_meta_rate_follows_a_cosine(whole: Path) -> None:
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(whole)
     expected = [1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * k / 3)) / 2 for k in range(3)]
     assert [r["meta_lr"] for r in records] == pytest.approx(expected, rel=1e-12)
 
@@ -222,14 +180,14 @@ def test_the_result_is_the_mean_prediction_of_the_best_epochs(
         one, labels = training.probabilities(training.splits.test, 40, maml._TEST_SEED)
         said.append(one)
     accuracy = (torch.stack(said).mean(0).argmax(-1) == labels).double().mean()
-    found = json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"]
+    found = read(tmp_path / "run")["accuracy"]
     assert found == pytest.approx(accuracy.item(), abs=1e-12)
 
 
 def test_inner_adam_learns_its_betas(tmp_path: Path) -> None:
     assert main(flags(tmp_path / "run", inner_optim="adam")) == 0
     assert (tmp_path / "run" / "learned-betas.png").exists()
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = read_records(tmp_path / "run")[-1]
     betas = torch.tensor(last["learned"]["betas"])
     assert betas.min() > 0 and betas.max() < 1
     assert betas.unique().numel() > 2
@@ -239,8 +197,7 @@ def test_inner_adam_learns_its_betas(tmp_path: Path) -> None:
 def test_ways_agree(whole: Path, tmp_path: Path, way: str) -> None:
     assert main(flags(tmp_path / way, tasks_by=way)) == 0
     ours, theirs = (
-        [json.loads(line)["train_loss"] for line in (p / "metrics.jsonl").read_text().splitlines()]
-        for p in (whole, tmp_path / way)
+        [r["train_loss"] for r in read_records(folder)] for folder in (whole, tmp_path / way)
     )
     assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -253,8 +210,7 @@ def test_the_number_of_threads_changes_rounding_only(tmp_path: Path, way: str) -
         for threads in (1, 2):
             torch.set_num_threads(threads)
             assert main(flags(tmp_path / str(threads), **changed)) == 0
-            lines = (tmp_path / str(threads) / "metrics.jsonl").read_text().splitlines()
-            found.append([json.loads(line)["train_loss"] for line in lines])
+            found.append([r["train_loss"] for r in read_records(tmp_path / str(threads))])
     finally:
         torch.set_num_threads(before)
     assert found[0] == pytest.approx(found[1], rel=1e-4)
@@ -268,52 +224,9 @@ def test_weights_of_steps() -> None:
     assert step_weights(5, 10, 10) == [0, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--model", "resnet8"], "resnet-8"),
-        (["--dataset", "omniglott"], "omniglot"),
-        (["--way", "1"], "at least 2"),
-        (["--tasks", "1000001"], "from 1 to 1000000, not 1000001"),
-        (["--iterations", "1" + "0" * 400], "more than"),
-        (["--model", "densenet-bc-/../../x"], "densenet-bc-12-100"),
-        (["--model", "densenet-bc-1000-1000"], "weights"),
-        (["--size", "32"], "--dataset folder"),
-        (["--dataset", "folder", "--size", "0"], "from 1 to 1024"),
-        (["--inner-lr", "nan"], "above 0"),
-        (["--meta-lr-end", "1"], "at most"),
-        (["--preset", "papr"], "paper"),
-        (["--backward", "taped"], "tape"),
-        (["--learn-betas"], "sgd"),
-        (["--learn-betas", "--inner-optim", "adamw"], "adamw. It is for --inner-optim adam,"),
-        (["--device", "nowhere"], "device"),
-        (["--resume", "no-such-folder"], "no-such-folder"),
-        (["--inner-optm", "sgd"], "--inner-optim"),
-        (["--way", "five"], "--way"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["maml", *wrong, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_is_not_written_over(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags(whole)) == 2
     assert "--resume" in capsys.readouterr().err
-
-
-def test_resuming_with_other_settings_is_refused(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["maml", "--resume", str(whole), "--way", "4"]) == 2
-    assert "--way" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
@@ -421,8 +334,7 @@ def test_tasks_that_diverge_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags(tmp_path / "run", inner_lr="1e30", nonfinite="skip")) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
+    last = read_records(tmp_path / "run")[-1]
     assert last["skipped"] == 6 and last["diverged"] > 0 and last["train_loss"] is None
     assert "Left out: 6 updates" in capsys.readouterr().out
 
@@ -454,7 +366,7 @@ def test_a_run_ends_though_test_tasks_diverge(
 
     monkeypatch.setattr(maml.Training, "result", spoiled)
     assert main(flags(tmp_path / "run")) == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = read(tmp_path / "run")
     assert result["diverged"] == 8 and math.isfinite(result["accuracy"])
     assert "diverged: 8 in 2 times 8 tasks" in capsys.readouterr().out
 
@@ -467,7 +379,7 @@ def test_other_pictures_to_measure_are_noticed(
     mixed = glyphs._replace(**{split: getattr(other, split)})
     monkeypatch.setattr(data, "load", lambda *_, **__: mixed)
     assert main(["maml", "--resume", str(whole)]) == 2
-    assert f"The {split} images are not those" in capsys.readouterr().err
+    assert "The images are not those" in capsys.readouterr().err
 
 
 def test_the_diverging_task_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import pytest
 import torch
 
 import innerloop as il
-from commands import flags_of, stop_and_resume, untimed
+from commands import flags_of, read
 from innerloop.__main__ import main
 from innerloop.experiments.maml_rl import training as maml_rl
 from innerloop.experiments.maml_rl.problem import WORLDS, CartPole, Navigation
 from innerloop.policies import Categorical, Gaussian
 
-TINY = {
-    "--seeds": "2",
-    "--iterations": "2",
-    "--tasks": "2",
-    "--episodes": "4",
-    "--horizon": "6",
-    "--hidden": "4",
-    "--test-tasks": "3",
-    "--test-episodes": "3",
-}
-
-
-flags = flags_of("maml-rl", TINY)
+flags = flags_of("maml-rl")
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_run_writes_all_it_should(world, tmp_path, capsys):
+def test_the_result_is_that_of_every_seed(world, tmp_path, capsys):
     if world == "cartpole":
         pytest.importorskip("gymnasium")
     assert main(flags(tmp_path / "run", world=world)) == 0
-    for name in ("returns", "training", "episodes"):
-        for ending in ("png", "svg"):
-            assert (tmp_path / "run" / f"{name}.{ending}").stat().st_size > 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = read(tmp_path / "run")
     assert [one["seed"] for one in result["seeds"]] == [0, 1]
     returns = torch.tensor([one["returns"] for one in result["seeds"]])
     assert returns.shape == (2, 4) and returns.isfinite().all()
@@ -69,40 +51,13 @@ def test_without_an_inner_loop_the_mean_return_is_trained_for():
     assert torch.equal(learner.inner.hyper["lr"], before)
 
 
-def test_a_stopped_run_goes_on_to_the_same_result(tmp_path):
-    """In the middle of a seed, and between two."""
-    assert main(flags(tmp_path / "whole")) == 0
-    for unit in (1, 2):
-        folder = tmp_path / f"stopped-{unit}"
-        stop_and_resume(flags(folder), maml_rl.Training, unit)
-        assert untimed(folder) == untimed(tmp_path / "whole")
-
-
 def test_the_first_seed_can_be_chosen(tmp_path):
     """A run of the second seed alone finds what a run of both found for it."""
     assert main(flags(tmp_path / "both")) == 0
     assert main(flags(tmp_path / "second", seed="1", seeds="1")) == 0
-    results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("both", "second")]
+    results = [read(tmp_path / name) for name in ("both", "second")]
     assert results[0]["seeds"][1] == results[1]["seeds"][0]
     assert results[0]["seeds"][0]["returns"] != results[0]["seeds"][1]["returns"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("world", "moon"),
-        ("seeds", "0"),
-        ("episodes", "1"),
-        ("inner_lr", "nan"),
-        ("discount", "1.5"),
-        ("decay", "-0.5"),
-        ("test_tasks", "1"),
-    ],
-)
-def test_wrong_settings_are_refused_before_any_work(name, value, tmp_path, capsys):
-    assert main(flags(tmp_path / "run", **{name: value})) == 2
-    assert re.match(f"--{name.replace('_', '-')} must be .*, not {value}", capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_flag_stands_above_the_preset():
@@ -203,6 +158,6 @@ def test_adaptation_earns_more_on_held_out_goals(tmp_path):
     small = {"seeds": "1", "iterations": "40", "tasks": "20", "episodes": "20", "horizon": "20"}
     words = [f"--{name}={value}" for name, value in small.items()]
     assert main(["maml-rl", *words, "--out", str(tmp_path / "run")]) == 0
-    (one,) = json.loads((tmp_path / "run" / "result.json").read_text())["seeds"]
+    (one,) = read(tmp_path / "run")["seeds"]
     assert one["returns"][1] > one["returns"][0] + 2
     assert one["better"] > 0.8

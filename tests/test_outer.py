@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,28 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from commands import flags_of
+from commands import flags_of, read_records
 from innerloop import data
 from innerloop.__main__ import main
-from innerloop.errors import DivergedError, InnerLoopError
-from innerloop.experiments.maml.learner import FewShot
-from innerloop.experiments.maml.outer import Outer
+from innerloop.errors import InnerLoopError
+from innerloop.experiments.maml.learner import FewShot, OuterStep
 
-TINY = {
-    "--model": "mlp",
-    "--filters": "8",
-    "--steps": "2",
-    "--tasks": "2",
-    "--query": "2",
-    "--iterations": "4",
-    "--epoch": "2",
-    "--val-tasks": "4",
-    "--test-tasks": "4",
-    "--tasks-by": "loop",
-}
-
-
-flags = flags_of("maml", TINY)
+flags = flags_of("maml")
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +25,9 @@ def few_glyphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "load", lambda *_, **__: glyphs)
 
 
-def outer(**options: object) -> tuple[nn.Parameter, Outer]:
+def outer(**options: object) -> tuple[nn.Parameter, OuterStep]:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
-    return weight, Outer(torch.optim.SGD([weight], lr=1.0), **options)  # type: ignore[arg-type]
+    return weight, OuterStep(torch.optim.SGD([weight], lr=1.0), **options)  # type: ignore[arg-type]
 
 
 def test_a_gradient_is_clipped_by_its_norm() -> None:
@@ -121,15 +105,8 @@ def test_skipped_updates_do_not_lower_the_scale_for_ever() -> None:
     assert weight.tolist() == [0.0, 0.0]
 
 
-def test_a_norm_that_overflows_is_clipped() -> None:
-    weight, step = outer(clip=1.0)
-    step.step((weight * torch.tensor([3e200, 4e200])).sum(), str)
-    torch.testing.assert_close(weight.detach(), torch.tensor([2.4, 3.2]), rtol=1e-6, atol=0)
-
-
 def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train_loss"] for line in lines]
+    return [record["train_loss"] for record in read_records(folder)]
 
 
 @pytest.mark.parametrize("way", ["loop", "vmap"])
@@ -155,27 +132,9 @@ def test_a_run_may_leave_such_updates_out(tmp_path: Path, monkeypatch: pytest.Mo
 
     def at_times(learner: FewShot, *args: Any) -> torch.Tensor:
         calls.append(loss(learner, *args))
-        if len(calls) == 2:
-            raise DivergedError("in one task")
-        return math.inf * calls[-1] if len(calls) == 3 else calls[-1]
+        return calls[-1] * {2: math.nan, 3: math.inf}.get(len(calls), 1.0)
 
     monkeypatch.setattr(FewShot, "loss", at_times)
     assert main(flags(tmp_path / "run", nonfinite="skip")) == 0
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = read_records(tmp_path / "run")[-1]
     assert last["skipped"] == 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"precision": "bf61"}, "bf16"),
-        ({"nonfinite": "skipp"}, "skip"),
-        ({"clip": "-1"}, "above 0"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    wrong: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags(tmp_path / "run", **wrong)) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 ``innerloop estimate`` trains a linear model to find a rare character among others. The weights
 that its loss gives to each character, and its learning rate, are learned by the validation set: by
 the exact gradient of the cross-entropy (the proxy), by that of the expected F1 (REINFORCE), or by
-evolution strategies on F1. All are evaluated by the F1 score on test drawings.
+evolution strategies on F1. All are evaluated by the F1 score on test images.
 """
 
 from collections.abc import Sequence

@@ -43,14 +43,15 @@ class Cell(Part):
             self.inner, samples=config.samples, sigma=config.sigma, seed=seed
         )
 
-    def _val_loss(self, model: nn.Module, val: rare.Found) -> Tensor:
+    def _val_loss(self, model: nn.Module, val: rare.Images) -> Tensor:
         if self.arm == "proxy":
             return rare.cross_entropy(model, val)
         if self.arm == "evolution":
-            return rare.missed(model, val)
+            return rare.f1_loss(model, val)
         law = Bernoulli(logits=rare.logits(model, val))
-        missed = lambda drawn: 1 - rare.f1(drawn, val.target)  # noqa: E731
-        return estimate.reinforce(law, missed, samples=self.config.samples)
+        return estimate.reinforce(
+            law, lambda drawn: 1 - rare.f1(drawn, val.target), samples=self.config.samples
+        )
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
         c, done = self.config, unit + 1
@@ -80,22 +81,21 @@ class Cell(Part):
         self.meta_optimizer.step()
         return loss.item()
 
-    def _batches(self, generator: torch.Generator) -> list[rare.Found]:
+    def _batches(self, generator: torch.Generator) -> list[rare.Images]:
         c = self.config
-        return rare.batches(self.problem.train, c.steps, c.batch, generator)
+        return self.problem.train.draw_batches(c.steps, c.batch, generator)
 
+    @torch.no_grad()
     def test(self) -> dict[str, Any]:
-        """Mean over some models, trained with what is learned."""
-        found = []
+        """Mean metrics of some models that are trained with the learned settings."""
+        found, test = [], self.problem.test
         for number in range(self.config.trained):
             generator = torch.Generator().manual_seed(_TEST_SEED + number)
-            with torch.no_grad():
-                model = self.inner.adapt(self._batches(generator)).module
-                predicted = rare.logits(model, self.problem.test) > 0
-                target = self.problem.test.target
-                right = (predicted == target).float().mean()
-                entropy = rare.cross_entropy(model, self.problem.test)
-                found.append(torch.stack([rare.f1(predicted, target), entropy, right]))
+            model = self.inner.adapt(self._batches(generator)).module
+            predicted = rare.logits(model, test) > 0
+            right = (predicted == test.target).float().mean()
+            entropy = rare.cross_entropy(model, test)
+            found.append(torch.stack([rare.f1(predicted, test.target), entropy, right]))
         f1, entropy, accuracy = torch.stack(found).double().mean(0).tolist()
         return {"f1": f1, "cross_entropy": entropy, "accuracy": accuracy}
 

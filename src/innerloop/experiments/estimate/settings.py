@@ -28,19 +28,17 @@ class Config(Settings):
     arms: Annotated[str, Choice(ARMS, several=True)] = ",".join(ARMS)
     seeds: Annotated[Seeds, "problems, with characters of their own"] = 5
     seed: Annotated[Seed, "the first of them; the same seed gives the same result"] = 0
-    characters: Annotated[int, Bounds(2), "characters, of which the first is searched for"] = 10
-    common: Annotated[Count, "drawings of each of the others, in each of three parts"] = 200
-    rare: Annotated[Count, "drawings of the one that is searched for"] = 80
+    characters: Annotated[int, Bounds(2), "characters, of which the first is rare"] = 10
+    common: Annotated[Count, "images of each of the others, in each of three parts"] = 200
+    rare: Annotated[Count, "images of the rare character"] = 80
     noise: Annotated[Rate, "noise of the images"] = 0.5
     steps: Annotated[Count, "inner steps"] = 20
-    batch: Annotated[Count, "drawings in an inner step"] = 128
+    batch: Annotated[Count, "images in an inner step"] = 128
     inner_lr: Annotated[Rate, "inner learning rate, before it is learned"] = 0.1
     updates: Annotated[Count, "meta-updates"] = 40
     every: Annotated[Count, "meta-updates between two tests"] = 5
     meta_lr: Annotated[Rate, "learning rate of the outer Adam"] = 0.1
-    samples: Annotated[
-        int, Bounds(2), "samples of reinforce and evaluations of evolution, per meta-update"
-    ] = 16
+    samples: Annotated[int, Bounds(2), "of reinforce, or evaluations of evolution"] = 16
     sigma: Annotated[Rate, "standard deviation of evolution's perturbations"] = 0.2
     trained: Annotated[Count, "models trained for a test"] = 5
     out: Annotated[Path, "folder of the run"] = Path("out/estimate")
@@ -52,7 +50,7 @@ class Config(Settings):
 
     def check(self) -> None:
         if self.rare > self.common:
-            refuse("rare", self.rare, f"at most the {self.common} drawings of the others")
+            refuse("rare", self.rare, f"at most the {self.common} images of the others")
         if self.samples % 2:
             refuse("samples", self.samples, "even", "evolution takes them in pairs")
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from innerloop.experiments.estimate import figures
-from innerloop.experiments.estimate import problem as rare
 from innerloop.experiments.estimate.cell import Cell
+from innerloop.experiments.estimate.problem import draw_search
 from innerloop.experiments.estimate.settings import Config
 from innerloop.experiments.framework.parts import Parts
+from innerloop.experiments.framework.tables import plus_minus, table
 
 
 class Comparison(Parts):
@@ -21,20 +22,13 @@ class Comparison(Parts):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.cells = [(s, arm) for s in range(config.seeds) for arm in config.names]
-        self._known: tuple[int, rare.Search] | None = None
+        seeds = range(config.seed, config.seed + config.seeds)
+        self.cells = [(seed, arm) for seed in seeds for arm in config.names]
         super().__init__([config.updates] * len(self.cells))
 
-    def _problem(self, seed: int) -> rare.Search:
-        c = self.config
-        if self._known is None or self._known[0] != seed:
-            self._known = seed, rare.search(seed, c.characters, c.common, c.rare, c.noise)
-        return self._known[1]
-
     def make(self, number: int) -> Cell:
-        seed, arm = self.cells[number]
-        seed += self.config.seed
-        return Cell(self.config, arm, seed, self._problem(seed))
+        c, (seed, arm) = self.config, self.cells[number]
+        return Cell(c, arm, seed, draw_search(seed, c.characters, c.common, c.rare, c.noise))
 
     def result(self) -> dict[str, Any]:
         """By arm, over seeds; ``start`` is before anything is learned."""
@@ -49,26 +43,24 @@ class Comparison(Parts):
         figures.draw(self.records, folder)
 
     def describe(self, result: dict[str, Any]) -> str:
-        lines = [f"{'learned by':<12}{'test F1':>18}{'cross-entropy':>18}{'accuracy':>18}"]
+        c, rows = self.config, [["learned by", "test F1", "cross-entropy", "accuracy"]]
         for arm, found in result["arms"].items():
-            shown = [f"{found[m]['mean']:.3f} ± {found[m]['deviation']:.3f}" for m in _METRICS]
-            lines.append(f"{arm:<12}" + "".join(f"{text:>18}" for text in shown))
-        c = self.config
-        lines.append(
+            rows.append([arm, *(plus_minus(f["mean"], f["deviation"]) for f in found.values())])
+        return (
+            f"{table(rows)}\n"
             f"Mean and deviation over {c.seeds} seeds, after {c.updates} meta-updates; "
             f"{result['seconds']:.0f} s. Start: all weights 1, learning rate {c.inner_lr}."
         )
-        return "\n".join(lines)
-
-
-_METRICS = ("f1", "cross_entropy", "accuracy")
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for metric in _METRICS:
+    for metric in ("f1", "cross_entropy", "accuracy"):
         values = torch.tensor([r[metric] for r in records], dtype=torch.float64)
         deviation = values.std().item() if len(values) > 1 else 0.0
-        each = values.tolist()
-        found[metric] = {"mean": values.mean().item(), "deviation": deviation, "each": each}
+        found[metric] = {
+            "mean": values.mean().item(),
+            "deviation": deviation,
+            "each": values.tolist(),
+        }
     return found

@@ -24,6 +24,15 @@ def single(width: float, height: float) -> tuple[Figure, Any]:
     return figure, axes
 
 
+def row(panels: int, width: float, height: float, sharey: bool = False) -> tuple[Figure, list[Any]]:
+    """A figure with panels of this size side by side, each with a grid."""
+    figure = Figure(figsize=(panels * width, height), layout="constrained")
+    found = [*figure.subplots(1, panels, sharey=sharey, squeeze=False)[0]]
+    for axes in found:
+        axes.grid(alpha=0.3)
+    return figure, found
+
+
 def plot_band(axes: Any, x: Any, mean: Any, spread: Any, **line: Any) -> None:
     """A line with a shaded band of ``spread`` on both sides."""
     (drawn,) = axes.plot(x, mean, **line)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,24 +11,24 @@ import torch
 import innerloop as il
 from innerloop.errors import DivergedError, InnerLoopError
 from innerloop.experiments.framework.parts import Part
-from innerloop.experiments.hyperopt import summary
-from innerloop.experiments.hyperopt.problem import Problem, measure, references
+from innerloop.experiments.hyperopt.problem import Problem, measure_references
+from innerloop.experiments.hyperopt.settings import Config
 
 
 class References(Part):
     """Trainings that a seed's search is compared with. A single unit, so it has no state."""
 
-    def __init__(
-        self, config: Any, problem: Problem, seed: int, build: Callable[[Any], Problem]
-    ) -> None:
-        self.config, self.problem, self.seed, self.build = config, problem, seed, build
+    def __init__(self, config: Config, problem: Problem, seed: int) -> None:
+        self.config, self.problem, self.seed = config, problem, seed
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        with _explain_divergence(self.config, f"the references of seed {self.seed}"):
-            found = references(self.config.what, self.problem, self.build)
-            losses = [row["val_loss"] for row in found.values() if isinstance(row, dict)]
-            if not all(map(math.isfinite, losses)):
-                raise DivergedError(f"The validation losses are {losses}.")
+        found = measure_references(self.config, self.problem, self.seed)
+        losses = [row["val_loss"] for row in found.values() if isinstance(row, dict)]
+        if not all(map(math.isfinite, losses)):
+            raise InnerLoopError(
+                f"The training diverged in the references of seed {self.seed}: the validation "
+                f"losses are {losses}. Try a smaller --inner-lr than {self.config.inner_lr}."
+            )
         records.append({"seed": self.seed, "arm": "references", **found})
         return {"seed": str(self.seed)}
 
@@ -40,7 +38,7 @@ class Cell(Part):
 
     saved = ("values", "best", "raw", "meta", "cpu")
 
-    def __init__(self, config: Any, problem: Problem, seed: int, arm: str) -> None:
+    def __init__(self, config: Config, problem: Problem, seed: int, arm: str) -> None:
         self.config, self.problem, self.seed, self.arm = config, problem, seed, arm
         self.values: list[float] = []
         """The validation loss of each trial."""
@@ -48,8 +46,7 @@ class Cell(Part):
         """Hyperparameters of the least of them."""
         self.raw: torch.Tensor | None = None
         """Hyperparameters that the gradient has reached."""
-        self.meta: dict[str, Any] | None = None
-        """State of its optimizer."""
+        self.meta = self._build_adam()
         self.cpu: list[float] = []
         """Seconds of the processor for each trial."""
 
@@ -86,23 +83,24 @@ class Cell(Part):
         c, problem = self.config, self.problem
         several = number < c.each * c.starts
         if self.raw is None or (number <= c.each * c.starts and number % c.each == 0):
-            self.raw, self.meta = self._start(number // c.each if several else None), None
+            self.raw = self._start(number // c.each if several else None)
+            self.meta = self._build_adam()
         tried = self.raw
         problem.set(tried)
-        meta = torch.optim.Adam([problem.raw], betas=(0.8, 0.9))
-        if self.meta is not None:
-            meta.load_state_dict(self.meta)
         since = number % c.each if several else number
-        meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * since / c.updates)
+        self.meta.param_groups[0]["lr"] = c.meta_lr * (1 - 0.9 * since / c.updates)
         try:
-            (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, meta)
+            (loss,) = il.meta_update(problem.inner, problem.batches, problem.split.val, self.meta)
         except DivergedError:
             # A bad trial, as in the random search. It goes on from halfway back to the best one.
             self.raw = tried if self.best is None else (tried + self.best) / 2
             return tried, math.inf
         problem.clamp()
-        self.raw, self.meta = problem.raw.detach().clone(), meta.state_dict()
+        self.raw = problem.raw.detach().clone()
         return tried, loss.item()
+
+    def _build_adam(self) -> torch.optim.Adam:
+        return torch.optim.Adam([self.problem.raw], betas=(0.8, 0.9))
 
     def _start(self, place: int | None) -> torch.Tensor:
         """The scout in this place, from the best on; without a place, the best of all trials."""
@@ -122,21 +120,19 @@ class Cell(Part):
         return {
             "seed": self.seed,
             "arm": self.arm,
-            **measure(self.problem),
+            **self.problem.measure(),
             "cpu": self.cpu,
             "trials": len(self.values),
-            "least": summary.least_so_far(self.values),
+            "least": least_so_far(self.values),
             "numbers": self.best.exp().tolist(),
         }
 
 
-@contextlib.contextmanager
-def _explain_divergence(config: Any, where: str) -> Iterator[None]:
-    """Names the flags to change when a training diverges."""
-    try:
-        yield
-    except DivergedError as error:
-        raise InnerLoopError(
-            f"The training diverged in {where}. Try a smaller --inner-lr than {config.inner_lr}. "
-            f"({error})"
-        ) from error
+def least_so_far(values: list[float]) -> list[float | None]:
+    """The best validation loss after each trial; ``None`` as long as all have diverged.
+
+    >>> least_so_far([math.inf, 2.0, 3.0, 1.0])
+    [None, 2.0, 2.0, 1.0]
+    """
+    found = [min(values[: k + 1]) for k in range(len(values))]
+    return [value if math.isfinite(value) else None for value in found]

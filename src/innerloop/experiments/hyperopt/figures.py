@@ -10,7 +10,12 @@ import numpy
 from matplotlib.figure import Figure
 
 from innerloop.experiments.framework.figures import plot_band, save, single
-from innerloop.experiments.hyperopt.summary import ABOUT
+
+ABOUT = {
+    "gradient": "gradient of the validation loss",
+    "random": "random search",
+    "shared": "random search, one number for all",
+}
 
 
 def draw(config: Any, records: list[dict[str, Any]], result: dict[str, Any], folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""Training losses with hyperparameters in them. Each has one tensor of logarithms, ``raw``."""
+"""Training losses with hyperparameters in them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import (
     log_softmax,
 )
 
-from innerloop.experiments.hyperopt.points import CLASSES
+CLASSES = 10
 
 
 class Batch(NamedTuple):
@@ -30,12 +30,17 @@ class Batch(NamedTuple):
     """Random numbers of the augmentations. [n, AUGMENTATIONS]"""
 
 
-def classified(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The plain loss, which also measures: cross-entropy of the classes."""
+def class_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The plain loss, also of the validation: cross-entropy of the classes."""
     return cross_entropy(model(batch[0])[:, :CLASSES], batch[1])
 
 
 class _Loss(nn.Module):
+    """A loss whose hyperparameters are the exponentials of one tensor, ``raw``."""
+
+    names: Sequence[str] = ()
+    """Names of the hyperparameters; none if they belong to training points."""
+
     def __init__(self, count: int, start: float) -> None:
         super().__init__()
         self.raw = nn.Parameter(torch.full((count,), math.log(start), dtype=torch.float32))
@@ -46,7 +51,9 @@ class _Loss(nn.Module):
 
 
 class Smoothed(_Loss):
-    """Label smoothing: how much of the target is shared out, for each class."""
+    """Label smoothing: the share of the target that all classes get, for each class."""
+
+    names = tuple(map(str, range(CLASSES)))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         logs = log_softmax(model(batch.x)[:, :CLASSES], -1)
@@ -72,9 +79,11 @@ _FULL = (0.5, 0.5, math.pi / 4, 0.5, 0.5, 0.5, 0.5, 0.5)
 class Augmented(_Loss):
     """Strengths of random augmentations, for each kind of change."""
 
+    names = AUGMENTATIONS
+
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         amounts = self.numbers * batch.draws * batch.draws.new_tensor(_FULL)
-        return classified(model, (transform(batch.x, amounts), batch.y))
+        return class_loss(model, (transform(batch.x, amounts), batch.y))
 
 
 def transform(x: Tensor, amounts: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "has a hole": lambda y: torch.isin(y, torch.tensor([0, 6, 8, 9])),
     "divisible by 3": lambda y: y % 3 == 0,
 }
-SENSELESS = 4  # tasks whose labels are drawn at random
+_SENSELESS = 4  # tasks whose labels are drawn at random
 
 
 class ManyTasks(_Loss):
@@ -105,17 +114,19 @@ class ManyTasks(_Loss):
     others are noise. The model's outputs after the classes are theirs.
     """
 
-    def __init__(self, start: float, labels: Tensor, classified: int, generator: torch.Generator):
-        super().__init__(len(TASKS) + SENSELESS, start)
+    names = (*TASKS, *(f"senseless {k + 1}" for k in range(_SENSELESS)))
+
+    def __init__(self, start: float, labels: Tensor, labelled: int, generator: torch.Generator):
+        super().__init__(len(self.names), start)
         known = [task(labels).float() for task in TASKS.values()]
-        noise = torch.rand(SENSELESS, len(labels), generator=generator, dtype=torch.float32)
+        noise = torch.rand(_SENSELESS, len(labels), generator=generator, dtype=torch.float32)
         self.register_buffer("labels", torch.stack([*known, *noise.round()], 1))
-        self.classified = classified
+        self.labelled = labelled
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch.x)
         each = cross_entropy(logits[:, :CLASSES], batch.y, reduction="none")
-        known = (batch.which < self.classified).float()
+        known = (batch.which < self.labelled).float()
         main = (each * known).sum() / known.sum().clamp(min=1)
         answers = self.get_buffer("labels")[batch.which]
         others = binary_cross_entropy_with_logits(logits[:, CLASSES:], answers, reduction="none")

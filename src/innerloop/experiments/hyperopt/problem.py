@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,40 +12,96 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import innerloop as il
-from innerloop.errors import DivergedError
+from innerloop import data
+from innerloop.errors import InnerLoopError, four_part
 from innerloop.experiments.hyperopt.losses import (
     AUGMENTATIONS,
-    SENSELESS,
-    TASKS,
+    CLASSES,
     Augmented,
     Batch,
     ManyTasks,
     Smoothed,
     Weighted,
-    classified,
+    class_loss,
 )
-from innerloop.experiments.hyperopt.points import CLASSES, Points, Split
+from innerloop.experiments.hyperopt.settings import RANGES, STRATEGIES, Config, Range
+from innerloop.experiments.meta_lr.problem import draw_rows
+
+_CHUNK = 2000  # points that are measured at a time
+
+# --- data: digits or CIFAR-10 ---------------------------------------------------------------------
 
 
-class Range(NamedTuple):
-    """Where hyperparameters are searched, on a logarithmic scale."""
+class Points(NamedTuple):
+    """Images and their classes."""
 
-    low: float
-    high: float
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.low * self.high)
+    x: Tensor
+    """[n, channel, size, size], float32."""
+    y: Tensor
+    """[n], int64."""
 
 
-_MEASURED = 2000  # points at a time
-RANGES = {
-    "weight-decay": Range(1e-5, 1.0),
-    "label-smoothing": Range(1e-3, 0.8),
-    "augmentation": Range(1e-2, 1.0),
-    "example-weights": Range(1e-3, 1.0),
-    "task-weights": Range(1e-3, 10.0),
-}
+class Split(NamedTuple):
+    """Three parts without a common point. Only the labels in ``train`` may be wrong."""
+
+    train: Points
+    clean: Tensor
+    """The right labels of ``train``. [n]"""
+    val: Points
+    test: Points
+
+
+def load(dataset: str, root: Path | None) -> tuple[Points, Points | None]:
+    """All points, and the test set if the dataset has one of its own."""
+    if dataset == "cifar10":
+        found = data.cifar10(root)
+        return _scale(found.train), _scale(found.test)
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    images = torch.as_tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    return Points(images - images.mean(), torch.as_tensor(y, dtype=torch.int64)), None
+
+
+def _scale(part: data.Labelled) -> Points:
+    return Points(part.images.float() / 127.5 - 1, part.labels)
+
+
+def split(
+    points: Points, test: Points | None, *, train: int, val: int, noise: float, seed: int
+) -> Split:
+    """Draws the parts. ``noise`` is the share of training labels that are set to another class.
+
+    The parts depend on the seed and the sizes alone: with and without noise they are the same.
+
+    >>> points = Points(torch.zeros(30, 1, 2, 2), torch.arange(30) % 10)
+    >>> found = split(points, None, train=10, val=10, noise=0.4, seed=0)
+    >>> (found.train.y != found.clean).sum().item(), len(found.test.y)
+    (4, 10)
+    """
+    rest = len(points.y) - train - val
+    if rest < (CLASSES if test is None else 0):
+        raise InnerLoopError(
+            four_part(
+                f"You asked for {train} training and {val} validation points of {len(points.y)}.",
+                f"at least {CLASSES} points beside them to test with." if not test else "fewer.",
+                "the three parts have no point in common.",
+                "smaller numbers with --train and --val.",
+            )
+        )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(points.y), generator=generator)
+    first, second, third = (
+        Points(points.x[rows], points.y[rows]) for rows in order.split([train, val, rest])
+    )
+    labels = first.y.clone()
+    wrong = torch.randperm(train, generator=generator)[: round(noise * train)]
+    others = torch.randint(1, CLASSES, (len(wrong),), generator=generator)
+    labels[wrong] = (labels[wrong] + others) % CLASSES
+    return Split(Points(first.x, labels), first.y, second, test or third)
+
+
+# --- the problem ----------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
@@ -53,6 +110,8 @@ class Problem(NamedTuple):
     inner: il.InnerLoop
     raw: nn.Parameter
     """Logarithms of the hyperparameters: all that ``inner`` learns."""
+    names: Sequence[str]
+    """Names of the hyperparameters; none if they belong to training points."""
     batches: list[Batch]
     split: Split
     range: Range
@@ -69,14 +128,11 @@ class Problem(NamedTuple):
         with torch.no_grad():
             self.raw.clamp_(math.log(self.range.low), math.log(self.range.high))
 
+    @torch.no_grad()
     def value(self, raw: Tensor) -> float:
-        """The validation loss after a training with these hyperparameters; NaN if it diverges."""
+        """The validation loss after a training with these hyperparameters."""
         self.set(raw)
-        try:
-            with torch.no_grad():
-                return self.inner(self.batches, self.split.val).item()
-        except DivergedError:  # to a search it is only a bad trial
-            return math.nan
+        return self.inner(self.batches, self.split.val).item()
 
     def draw(self, generator: torch.Generator, shared: bool = False) -> Tensor:
         """Log-uniform hyperparameters; one for all if ``shared``."""
@@ -85,92 +141,73 @@ class Problem(NamedTuple):
         low, high = math.log(self.range.low), math.log(self.range.high)
         return (low + (high - low) * share).expand(self.raw.numel()).clone()
 
-
-def build(
-    what: str,
-    split: Split,
-    *,
-    seed: int,
-    width: int,
-    steps: int,
-    batch: int,
-    lr: float,
-    momentum: float,
-    labelled: int,
-    backward: Any,
-) -> Problem:
-    """The net, its data in the order of training, and the inner loop over both."""
-    extra = len(TASKS) + SENSELESS if what == "task-weights" else 0
-    model = net(split.train.x.shape[1:], width, CLASSES + extra, seed)
-    generator = torch.Generator().manual_seed(seed)
-    searched = RANGES[what]
-    decay = searched.middle if what == "weight-decay" else 0.0
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
-    learn: Any = ()
-    loss: Any = classified
-    if what == "weight-decay":
-        learn = {"weight_decay": il.Learn(per="parameter", transform="log")}
-    else:
-        loss = _losses(split, labelled, generator)[what](searched.middle)
-    inner = il.InnerLoop(model, sgd, loss, learn=learn, val_loss=classified, backward=backward)
-    (raw,) = inner.parameters()
-    batches = make_batches(split.train, steps, batch, generator)
-    return Problem(inner, raw, batches, split, searched)
-
-
-def _losses(
-    split: Split, labelled: int, generator: torch.Generator
-) -> dict[str, Callable[[float], nn.Module]]:
-    return {
-        "label-smoothing": lambda start: Smoothed(CLASSES, start),
-        "augmentation": lambda start: Augmented(len(AUGMENTATIONS), start),
-        "example-weights": lambda start: Weighted(len(split.train.y), start),
-        "task-weights": lambda start: ManyTasks(start, split.clean, labelled, generator),
-    }
-
-
-def names(what: str, inner: il.InnerLoop) -> list[str]:
-    """Names of the hyperparameters; none if they belong to training points."""
-    return {
-        "weight-decay": [name for name, _ in inner.model.named_parameters()],
-        "label-smoothing": [str(k) for k in range(CLASSES)],
-        "augmentation": list(AUGMENTATIONS),
-        "example-weights": [],
-        "task-weights": [*TASKS, *(f"senseless {k + 1}" for k in range(SENSELESS))],
-    }[what]
-
-
-def measure(problem: Problem) -> dict[str, float]:
-    """Losses and accuracies after a training with the present hyperparameters."""
-    with torch.no_grad():
-        model = problem.inner.adapt(problem.batches)
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Losses and accuracies after a training with the present hyperparameters."""
+        model = self.inner.adapt(self.batches)
         found = {}
-        for name, points in (("val", problem.split.val), ("test", problem.split.test)):
-            predicted = torch.cat([model(x)[:, :CLASSES] for x in points.x.split(_MEASURED)])
+        for name, points in (("val", self.split.val), ("test", self.split.test)):
+            predicted = torch.cat([model(x)[:, :CLASSES] for x in points.x.split(_CHUNK)])
             found[f"{name}_loss"] = cross_entropy(predicted, points.y).item()
             found[f"{name}_accuracy"] = (predicted.argmax(-1) == points.y).double().mean().item()
-    return found
+        return found
 
 
-def references(what: str, problem: Problem, rebuilt: Callable[[Split], Problem]) -> dict[str, Any]:
+def build(config: Config, split: Split, seed: int) -> Problem:
+    """Builds the net, its data in the order of training, and the inner loop over both."""
+    what, searched = config.what, RANGES[config.what]
+    outputs = CLASSES + (len(ManyTasks.names) if what == "task-weights" else 0)
+    model = net(split.train.x.shape[1:], config.width, outputs, seed)
+    generator = torch.Generator().manual_seed(seed)
+    decay = searched.middle if what == "weight-decay" else 0.0
+    sgd = torch.optim.SGD(
+        model.parameters(), lr=config.inner_lr, momentum=config.momentum, weight_decay=decay
+    )
+    learn: Any = ()
+    loss: Any = class_loss
+    if what == "weight-decay":
+        learn = {"weight_decay": il.Learn(per="parameter", transform="log")}
+        names = [name for name, _ in model.named_parameters()]
+    else:
+        loss = _build_loss(config, split, generator)
+        names = loss.names
+    strategy = STRATEGIES[config.backward]
+    inner = il.InnerLoop(model, sgd, loss, learn=learn, val_loss=class_loss, backward=strategy)
+    (raw,) = inner.parameters()
+    batches = make_batches(split.train, config.steps, config.batch, generator)
+    return Problem(inner, raw, names, batches, split, searched)
+
+
+def _build_loss(config: Config, split: Split, generator: torch.Generator) -> nn.Module:
+    start = RANGES[config.what].middle
+    if config.what == "label-smoothing":
+        return Smoothed(CLASSES, start)
+    if config.what == "augmentation":
+        return Augmented(len(AUGMENTATIONS), start)
+    if config.what == "example-weights":
+        return Weighted(len(split.train.y), start)
+    return ManyTasks(start, split.clean, config.labelled, generator)
+
+
+def measure_references(config: Config, problem: Problem, seed: int) -> dict[str, Any]:
     """Losses and accuracies of trainings without a search."""
 
     def at(number: float, of: Problem = problem) -> dict[str, float]:
         of.set(torch.full_like(of.raw, math.log(number)))
-        return measure(of)
+        return of.measure()
 
-    split, low = problem.split, problem.range.low
-    if what == "example-weights":
+    split, searched = problem.split, problem.range
+    if config.what == "example-weights":
         clean = split._replace(train=Points(split.train.x, split.clean))
         alone = split._replace(train=split.val, clean=split.val.y)
         return {
             "noisy labels": at(1.0),
-            "clean labels": at(1.0, rebuilt(clean)),
-            "validation points alone": at(1.0, rebuilt(alone)),
+            "clean labels": at(1.0, build(config, clean, seed)),
+            "validation points alone": at(1.0, build(config, alone, seed)),
             "wrong": (split.train.y != split.clean).tolist(),
         }
-    found: dict[str, Any] = {"lowest": at(low), "middle": at(problem.range.middle)}
-    return found | {"equal tasks": at(1.0)} if what == "task-weights" else found
+    found: dict[str, Any] = {"lowest": at(searched.low), "middle": at(searched.middle)}
+    return found | {"equal tasks": at(1.0)} if config.what == "task-weights" else found
 
 
 def net(shape: torch.Size, width: int, outputs: int, seed: int) -> nn.Module:
@@ -204,13 +241,9 @@ def _convolutions(channels: int, size: int, width: int, outputs: int) -> nn.Modu
 
 def make_batches(points: Points, steps: int, batch: int, generator: torch.Generator) -> list[Batch]:
     """Batches for all steps: each point once before any comes again."""
-    count = len(points.y)
-    size = min(batch, count)
-    passes = -(-steps * size // count)
-    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
+    size = min(batch, len(points.y))
     found = []
-    for k in range(steps):
-        index = order[k * size : (k + 1) * size]
+    for rows in draw_rows(len(points.y), size, steps, generator):
         draws = torch.randn(size, len(AUGMENTATIONS), generator=generator, dtype=torch.float32)
-        found.append(Batch(points.x[index], points.y[index], index, draws))
+        found.append(Batch(points.x[rows], points.y[rows], rows, draws))
     return found

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import innerloop as il
 from innerloop.experiments.framework.settings import (
     Bounds,
     Choice,
@@ -18,10 +19,28 @@ from innerloop.experiments.framework.settings import (
     Settings,
     refuse,
 )
-from innerloop.experiments.hyperopt.points import DATASETS
-from innerloop.experiments.hyperopt.problem import RANGES
 
-SLOTS = 8
+
+class Range(NamedTuple):
+    """The range in which hyperparameters are searched, on a logarithmic scale."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        return math.sqrt(self.low * self.high)
+
+
+RANGES = {
+    "weight-decay": Range(1e-5, 1.0),
+    "label-smoothing": Range(1e-3, 0.8),
+    "augmentation": Range(1e-2, 1.0),
+    "example-weights": Range(1e-3, 1.0),
+    "task-weights": Range(1e-3, 10.0),
+}
+_SLOTS = 8
+STRATEGIES = {"tape": il.Tape(), "remat": il.Remat(), "binomial": il.Binomial(_SLOTS)}
 _Fraction = Annotated[float, Bounds(0, 1, below=True)]
 
 
@@ -30,7 +49,7 @@ class Config(Settings):
     """Settings of a run; each is also a flag."""
 
     what: Annotated[str, Choice(tuple(RANGES)), "hyperparameters"] = "weight-decay"
-    dataset: Annotated[str, Choice(DATASETS)] = "digits"
+    dataset: Annotated[str, Choice(("digits", "cifar10"))] = "digits"
     train: Annotated[Count, "training points"] = 60
     val: Annotated[Count, "validation points, by which hyperparameters are chosen"] = 300
     noise: Annotated[_Fraction, "share of the training labels that are wrong"] = 0.0
@@ -40,20 +59,12 @@ class Config(Settings):
     batch: Annotated[Count, "points of a step; all of them if they are fewer"] = 100
     inner_lr: Annotated[Rate, "learning rate of the training"] = 0.05
     momentum: Annotated[_Fraction, "its momentum"] = 0.9
-    scouts: Annotated[
-        int, Bounds(0), "trainings at random points, to start the gradient at the best"
-    ] = 30
-    starts: Annotated[
-        Count, "how many of the best share half of the updates; the rest go on from the best of all"
-    ] = 2
+    scouts: Annotated[int, Bounds(0), "trainings at random points before the gradient"] = 30
+    starts: Annotated[Count, "the best of these, which share half of the updates"] = 2
     updates: Annotated[Count, "updates of the hyperparameters by their gradient"] = 40
-    meta_lr: Annotated[Rate, "rate of their Adam at the start, on logarithms; falls to a tenth"] = (
-        1.0
-    )
-    backward: Annotated[str, Choice(("tape", "remat", "binomial"))] = "tape"
-    meta_cost: Annotated[
-        Count | None, "trainings that an update counts as (passes over the net)"
-    ] = None
+    meta_lr: Annotated[Rate, "rate of their Adam, on logarithms; falls to a tenth"] = 1.0
+    backward: Annotated[str, Choice(tuple(STRATEGIES))] = "tape"
+    meta_cost: Annotated[Count | None, "trainings that an update counts as (passes)"] = None
     seeds: Annotated[Seeds, "repetitions, each with data and a net of its own"] = 5
     seed: Annotated[Seed, "the first of them; the same seed gives the same result"] = 0
     data: Annotated[Path | None, "folder of CIFAR-10 (default: INNERLOOP_DATA)"] = None
@@ -81,9 +92,11 @@ class Config(Settings):
         if dataset == "cifar10":
             own = {name: value for name, value in own.items() if name == "noise"}
         values = {**_PRESETS[name][dataset], **own}
+        chosen = {**values, **given}
+        starts, scouts, updates = (
+            chosen.get(name, getattr(cls, name)) for name in ("starts", "scouts", "updates")
+        )
         # Fewer scouts or updates have fewer starts.
-        known = {name: getattr(cls, name) for name in ("starts", "scouts", "updates")}
-        starts, scouts, updates = ({**values, **given}.get(name, v) for name, v in known.items())
         return values | {"starts": max(1, min(starts, scouts, updates // 2))}
 
     @property
@@ -102,7 +115,7 @@ class Config(Settings):
             return self.meta_cost
         again = 0 if self.backward == "tape" else 1
         if self.backward == "binomial":
-            while math.comb(SLOTS + again, again) < self.steps:
+            while math.comb(_SLOTS + again, again) < self.steps:
                 again += 1
         return 3 + again
 

@@ -13,7 +13,8 @@ from torch.func import functional_call
 import innerloop as il
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.parts import Part
-from innerloop.experiments.learned_loss.problem import PROBLEMS, Measure, Tasks
+from innerloop.experiments.learned_loss.problem import Measure, Tasks
+from innerloop.experiments.learned_loss.settings import Config
 from innerloop.learned import LearnedLoss
 
 # Apart from each other, and from the training tasks and weights of every seed.
@@ -42,7 +43,7 @@ class _Displaced(nn.Module):
         return functional_call(self.net, moved, (x,))
 
 
-class _Measured(nn.Module):
+class Measured(nn.Module):
     """A loss on the first part of a batch, with a measure of the net on the second."""
 
     def __init__(self, loss: Any, measure: Measure) -> None:
@@ -62,19 +63,14 @@ class Cell(Part):
 
     saved = ("criterion", "before", "meta", "generator", "skipped", "tuned")
 
-    def __init__(self, config: Any, name: str, seed: int) -> None:
+    def __init__(self, config: Config, name: str, seed: int) -> None:
         self.config, self.name, self.seed = config, name, seed
-        self.problem = PROBLEMS[name]
-        self.rate = _given(config.inner_lr, self.problem.rate)
-        self.clip = _given(config.inner_clip, self.problem.clip)
-        self.meta_rate = _given(config.meta_lr, self.problem.meta_rate)
-        self.meta_clip = _given(config.clip, self.problem.meta_clip)
-        self.updates = _updates(config, name)
+        self.problem = config.of(name)
         self.read = self.problem.read if config.read_input else None
         self.criterion = self._criterion()
-        measured = _Measured(self.criterion, self.problem.task_loss)
-        self.inner = self._loop(measured, self.rate, self.clip)
-        self.meta = torch.optim.Adam(self.inner.parameters(), lr=self.meta_rate)
+        measured = Measured(self.criterion, self.problem.task_loss)
+        self.inner = self._loop(measured, self.problem.rate, self.problem.clip)
+        self.meta = torch.optim.Adam(self.inner.parameters(), lr=self.problem.meta_rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped = 0
         """Updates left out, as training or its gradient was not finite."""
@@ -82,10 +78,6 @@ class Cell(Part):
         """The loss before its last update, which is undone if nets diverge after it."""
         self.tuned: list[list[float]] = []
         """Errors of the task's loss after steps and horizon, for each of the problem's settings."""
-
-    @staticmethod
-    def units(config: Any, name: str) -> int:
-        return _updates(config, name) + len(PROBLEMS[name].settings) + 1
 
     def _criterion(self) -> LearnedLoss:
         c = self.config
@@ -101,7 +93,7 @@ class Cell(Part):
                 dtype=torch.float32,
             )
 
-    def _loop(self, loss: _Measured, rate: float, clip: float) -> il.InnerLoop:
+    def _loop(self, loss: Measured, rate: float, clip: float) -> il.InnerLoop:
         net = _Displaced(self.problem.build(0))
         sgd = torch.optim.SGD(net.parameters(), lr=rate, momentum=self.config.momentum)
         # Without it a loss that is learned soon tears some net apart, and no gradient is left.
@@ -114,7 +106,8 @@ class Cell(Part):
     # --- work ---------------------------------------------------------------------------------
 
     def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        place, settings = unit - self.updates, self.problem.settings
+        settings = self.problem.settings
+        place = unit - self.problem.iterations
         if place < 0:
             shown = {"loss": f"{self._update(unit):.3f}"}
         elif place < len(settings):
@@ -128,10 +121,9 @@ class Cell(Part):
         return {"problem": self.name, "seed": str(self.seed)} | shown
 
     def _update(self, number: int) -> float:
-        c = self.config
-        self.meta.param_groups[0]["lr"] = (
-            self.meta_rate * (1 + math.cos(math.pi * number / self.updates)) / 2
-        )
+        c, problem = self.config, self.problem
+        cosine = 1 + math.cos(math.pi * number / problem.iterations)
+        self.meta.param_groups[0]["lr"] = problem.meta_rate * cosine / 2
         tasks = self._draw_tasks(self.generator, c.tasks, number * c.tasks + 1)
         self.meta.zero_grad()
         # Measured over the later half of the steps: the last alone says little about the first. By
@@ -139,7 +131,7 @@ class Cell(Part):
         late = self._measure(self.inner, tasks, c.steps)[:, c.steps // 2 + 1 :].mean(1)
         loss = (late + _FLOOR).log().mean()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), self.meta_clip)
+        norm = nn.utils.clip_grad_norm_(self.criterion.parameters(), problem.meta_clip)
         # A loss that overflows has no gradient, which is finite.
         if loss.isfinite() and norm.isfinite():
             self.before = self.outcome()
@@ -176,14 +168,14 @@ class Cell(Part):
         """
         generator = torch.Generator().manual_seed(first + self.seed)
         tasks = self._draw_tasks(generator, self.config.held_out, first)
-        inner = self._loop(_Measured(loss, self.problem.error), rate, clip)
+        inner = self._loop(Measured(loss, self.problem.error), rate, clip)
         with torch.no_grad():
             seen = self._measure(inner, tasks, self.config.horizon).mean(0)
         return seen.nan_to_num(math.inf, math.inf).tolist()
 
     def _compare(self) -> dict[str, Any]:
         c = self.config
-        learned = self._errors(self.criterion, self.rate, self.clip, _HELD_OUT)
+        learned = self._errors(self.criterion, self.problem.rate, self.problem.clip, _HELD_OUT)
         short_setting, short = self._best(0, c.steps)
         setting, task = self._best(1, c.horizon)
         tuned = zip(self.problem.settings, self.tuned, strict=True)
@@ -209,14 +201,6 @@ class Cell(Part):
             if math.isfinite(errors[steps]):
                 return setting, errors
         raise InnerLoopError(f"The task's loss diverged on {self.name} with every rate.")
-
-
-def _updates(config: Any, name: str) -> int:
-    return PROBLEMS[name].iterations if config.iterations is None else config.iterations
-
-
-def _given(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
 
 
 def _steps_to(learned: list[float], error: float) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +12,31 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from innerloop.experiments.framework.figures import plot_band, save
+from innerloop.experiments.framework.figures import plot_band, row, save
 from innerloop.experiments.learned_loss.cell import Cell
 from innerloop.experiments.learned_loss.problem import PROBLEMS
 from innerloop.learned import LearnedLoss
 
-_REACH = 5.0  # of predictions and targets that are drawn
+_LINE = torch.linspace(-5, 5, 81, dtype=torch.float32)  # predictions and targets that are drawn
 _INPUTS = (-4.0, 0.0, 4.0)
 
 
-def draw(experiment: Any, folder: Path, result: dict[str, Any]) -> None:
-    """All of them, and the learned losses themselves, into the folder of the run."""
+def draw(experiment: Any, folder: Path) -> None:
+    """Saves all of them, and the learned losses themselves, into the folder of the run."""
     config = experiment.config
-    save(curves(experiment.records, config), folder / "curves.png")
-    seen = set()
+    save(draw_errors(experiment.records, config), folder / "curves.png")
     for (name, seed), weights in zip(config.cells, experiment.outcomes, strict=True):
         torch.save(weights, folder / f"loss-{name}-{seed}.pt")
-        if name not in seen:
-            criterion = restore(name, weights, config)
-            shape = surface if PROBLEMS[name].targets == "values" else class_curves
-            save(shape(criterion, name), folder / f"shape-{name}.png")
-        seen.add(name)
+        if seed == config.seed:
+            cell = Cell(config, name, seed)
+            cell.criterion.load_state_dict(weights)
+            save(draw_loss(cell), folder / f"shape-{name}.png")
 
 
-def restore(name: str, weights: dict[str, Tensor], config: Any) -> LearnedLoss:
-    criterion = Cell(config, name, 0).criterion
-    criterion.load_state_dict(weights)
-    return criterion
-
-
-def curves(records: list[dict[str, Any]], config: Any) -> Figure:
+def draw_errors(records: list[dict[str, Any]], config: Any) -> Figure:
     """The error on held-out tasks over steps, mean and spread over seeds."""
-    names = list(dict.fromkeys(r["problem"] for r in records))
-    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure, panels = row(len(config.names), 5.5, 4)
+    for axes, name in zip(panels, config.names, strict=True):
         own = [r for r in records if r["problem"] == name]
         for key, label, color in (
             ("task", "task's loss, best rate and clip", "C1"),
@@ -60,75 +53,89 @@ def curves(records: list[dict[str, Any]], config: Any) -> Figure:
         # The learned loss may go far astray after the steps it was learned for.
         axes.set_ylim(0, 1.25 * max(max(r["task"]) for r in own))
         axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
     return figure
 
 
-def _extras(criterion: LearnedLoss, name: str, step: int, at: Tensor) -> list[Any]:
-    """Its further inputs, in the order of the experiment, at these x."""
-    read = PROBLEMS[name].read
-    known = read(at) if criterion.extras and read is not None else ()
-    return [*known, step] if criterion.steps else [*known]
-
-
-def _steps(criterion: LearnedLoss) -> list[int]:
-    """The first, the middle and the last that it tells apart."""
-    last = max(criterion.steps - 1, 0)
-    return sorted({0, last // 2, last})
-
-
-def surface(criterion: LearnedLoss, name: str) -> Figure:
-    """Over prediction and target, at the first step, for some inputs if it reads the input."""
-    inputs = _INPUTS if criterion.extras else _INPUTS[1:2]
-    panels = len(inputs) + 1 + (criterion.moments is not None) + bool(criterion.steps)
-    figure = Figure(figsize=(4.2 * panels, 3.8), layout="constrained")
-    row = [*figure.subplots(1, panels, squeeze=False)[0]]
-    axis = torch.linspace(-_REACH, _REACH, 81, dtype=torch.float32)
-    target, prediction = torch.meshgrid(axis, axis, indexing="ij")
-    for at in inputs:
-        axes, place = row.pop(0), torch.full_like(target, at)
-        with torch.no_grad():
-            height = criterion.each(prediction, target, *_extras(criterion, name, 0, place))
-        drawn = axes.contourf(axis, axis, height, levels=20)
-        axes.plot(axis, axis, color="white", linestyle=":")
-        where = f", x = {at:g}" if criterion.extras else ""
-        axes.set(xlabel="prediction", ylabel="target", title=f"learned loss{where}")
-        figure.colorbar(drawn, ax=axes)
-    _slopes(row.pop(0), criterion, name, axis)
-    if criterion.moments is not None:
-        _together(figure, row.pop(0), criterion, name, axis)
+def draw_loss(cell: Cell) -> Figure:
+    """The shape of a learned loss, and what each step has of its own."""
+    criterion = cell.criterion
+    panels: list[Callable[[Any, Cell], None]] = [_draw_classes]
+    if cell.problem.targets == "values":
+        inputs = _INPUTS if criterion.extras else (0.0,)
+        panels = [functools.partial(_draw_height, at=at) for at in inputs] + [_draw_slopes]
+        if criterion.moments is not None:
+            panels.append(_draw_pairs)
     if criterion.steps:
-        _over_steps(row.pop(0), criterion)
+        panels.append(_draw_steps)
+    figure, found = row(len(panels), 4.2, 3.8)
+    for axes, panel in zip(found, panels, strict=True):
+        panel(axes, cell)
     return figure
 
 
-def _together(figure: Figure, axes: Any, criterion: LearnedLoss, name: str, x: Tensor) -> None:
-    """Contribution of pairs of errors to the loss, beside their own."""
-    with torch.no_grad():
-        weights = criterion.together(x, *_extras(criterion, name, 0, x))
-    most = (weights @ weights.T).abs().max().item()
-    drawn = axes.contourf(x, x, weights @ weights.T, levels=20, cmap="RdBu", vmin=-most, vmax=most)
-    axes.set(xlabel="x of an error", ylabel="x of another", title="errors that count together")
-    figure.colorbar(drawn, ax=axes)
+def _extras(cell: Cell, at: Tensor, step: int = 0) -> list[Any]:
+    """The further inputs of the loss at these x, in the order of the experiment."""
+    known = () if cell.read is None else cell.read(at)
+    return [*known, step] if cell.criterion.steps else [*known]
 
 
-def _slopes(axes: Any, criterion: LearnedLoss, name: str, prediction: Tensor) -> None:
-    """Its derivative by the prediction, for some targets; that of the squared error is a line."""
+@torch.no_grad()
+def _draw_height(axes: Any, cell: Cell, at: float) -> None:
+    """The loss over prediction and target, in the first step."""
+    target, prediction = torch.meshgrid(_LINE, _LINE, indexing="ij")
+    extras = _extras(cell, torch.full_like(target, at))
+    drawn = axes.contourf(_LINE, _LINE, cell.criterion.each(prediction, target, *extras), levels=20)
+    axes.plot(_LINE, _LINE, color="white", linestyle=":")
+    where = f", x = {at:g}" if cell.criterion.extras else ""
+    axes.set(xlabel="prediction", ylabel="target", title=f"learned loss{where}")
+    axes.figure.colorbar(drawn, ax=axes)
+
+
+def _draw_slopes(axes: Any, cell: Cell) -> None:
+    """The derivative by the prediction, for some targets; a line for the squared error."""
     for target in (-3.0, 0.0, 3.0):
-        moving = prediction.clone().requires_grad_()
-        extras = _extras(criterion, name, 0, torch.zeros_like(prediction))
-        each = criterion.each(moving, torch.full_like(moving, target), *extras)
+        moving = _LINE.clone().requires_grad_()
+        extras = _extras(cell, torch.zeros_like(_LINE))
+        each = cell.criterion.each(moving, torch.full_like(moving, target), *extras)
         (slope,) = torch.autograd.grad(each.sum(), moving)
-        (line,) = axes.plot(prediction, slope, label=f"target {target:g}")
+        (line,) = axes.plot(_LINE, slope, label=f"target {target:g}")
         axes.axvline(target, color=line.get_color(), linestyle=":", linewidth=1)
     axes.axhline(0, color="grey", linewidth=1)
-    axes.set(xlabel="prediction", ylabel="derivative of the loss", title="what it does to a net")
+    axes.set(xlabel="prediction", ylabel="derivative of the loss", title="slope of the loss")
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
 
 
-def _over_steps(axes: Any, criterion: LearnedLoss) -> None:
+@torch.no_grad()
+def _draw_pairs(axes: Any, cell: Cell) -> None:
+    """Contribution of pairs of errors to the loss, beside their own."""
+    weights = cell.criterion.together(_LINE, *_extras(cell, _LINE))
+    pairs = weights @ weights.T
+    most = pairs.abs().max().item()
+    drawn = axes.contourf(_LINE, _LINE, pairs, levels=20, cmap="RdBu", vmin=-most, vmax=most)
+    axes.set(xlabel="x of an error", ylabel="x of another", title="errors that count together")
+    axes.figure.colorbar(drawn, ax=axes)
+
+
+@torch.no_grad()
+def _draw_classes(axes: Any, cell: Cell) -> None:
+    """For two classes, over the probability of the right one, beside the cross-entropy."""
+    # As many examples of either kind, so the mean of their logits is the same for both classes.
+    right = torch.linspace(0.01, 0.99, 99, dtype=torch.float32)
+    logits = torch.stack([right, 1 - right], -1).log()
+    labels = torch.zeros(len(right), dtype=torch.long)
+    last = max(cell.criterion.steps - 1, 0)
+    for step in sorted({0, last // 2, last}):
+        each = cell.criterion.each(logits, labels, *_extras(cell, right, step)).sum(-1)
+        which = f", step {step + 1}" if cell.criterion.steps else ""
+        axes.plot(right, each - each.min(), label=f"learned{which}")
+    axes.plot(right, -right.log(), color="grey", linestyle=":", label="cross-entropy")
+    axes.set(xlabel="probability of the right class, of two", ylabel="loss above its least value")
+    axes.legend(fontsize=8)
+
+
+def _draw_steps(axes: Any, cell: Cell) -> None:
     """Learned values of each step: a factor of the loss, and the part of the mean left out."""
+    criterion: LearnedLoss = cell.criterion
     steps = range(1, criterion.steps + 1)
     assert criterion.factors is not None
     axes.plot(steps, criterion.factors.detach().exp(), marker=".", label="factor of the loss")
@@ -136,28 +143,3 @@ def _over_steps(axes: Any, criterion: LearnedLoss) -> None:
         axes.plot(steps, criterion.center.detach(), marker=".", label="part of the mean left out")
     axes.set(xlabel="step", title="what each step has of its own")
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-
-
-def class_curves(criterion: LearnedLoss, name: str) -> Figure:
-    """For two classes, over the probability of the right one, beside the cross-entropy."""
-    panels = 1 + bool(criterion.steps)
-    figure = Figure(figsize=(5.5 * panels, 3.8), layout="constrained")
-    row = figure.subplots(1, panels, squeeze=False)[0]
-    # As many examples of either kind, so the mean of their logits is the same for both classes.
-    right = torch.linspace(0.01, 0.99, 99, dtype=torch.float32)
-    logits = torch.stack([right, 1 - right], -1).log()
-    labels = torch.zeros(len(right), dtype=torch.long)
-    for step in _steps(criterion):
-        extras = _extras(criterion, name, step, right)
-        with torch.no_grad():
-            each = criterion.each(logits, labels, *extras).sum(-1)
-        which = f", step {step + 1}" if criterion.steps else ""
-        row[0].plot(right, each - each.min(), label=f"learned{which}")
-    row[0].plot(right, -right.log(), color="grey", linestyle=":", label="cross-entropy")
-    row[0].set(xlabel="probability of the right class, of two", ylabel="loss above its least value")
-    row[0].legend(fontsize=8)
-    row[0].grid(alpha=0.3)
-    if criterion.steps:
-        _over_steps(row[1], criterion)
-    return figure

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
-from innerloop.experiments.sine.problem import HIGH, LOW, build_net, draw_sines
+from innerloop.experiments.sine.problem import HIGH, LOW, build_net, draw_sines, squared_error
 
 _SINE_SHOTS = 100
-_DIGITS_SHOWN, _DIGITS_JUDGED = 50, (50, 200)  # the latter where held out
+_SUPPORT, _QUERY = 50, (50, 200)  # digits; 200 where held out
 _WIDTH = 32
 _WAVES = 4
 
@@ -76,25 +76,24 @@ def _sines(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
 
 
 @functools.cache
-def _digit_images() -> tuple[Tensor, Tensor]:
+def digit_images() -> tuple[Tensor, Tensor]:
     """8 × 8 images in random order, [images, 64], and their labels."""
     from sklearn.datasets import load_digits
 
-    found: Any = load_digits()
-    order = torch.randperm(len(found.data), generator=torch.Generator().manual_seed(0))
-    pixels = torch.from_numpy(found.data).to(torch.float32) / 16
-    return pixels[order], torch.from_numpy(found.target).long()[order]
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
 
 
 def _digits(generator: torch.Generator, tasks: int, held_out: bool) -> Tasks:
     """Some images for each task; held-out tasks have images that are in no other."""
-    x, y = _digit_images()
+    x, y = digit_images()
     half = len(x) // 2
-    count = _DIGITS_SHOWN + _DIGITS_JUDGED[held_out]
+    count = _SUPPORT + _QUERY[held_out]
     chosen = [torch.randperm(half, generator=generator)[:count] for _ in range(tasks)]
     rows = torch.stack(chosen) + (half if held_out else 0)
-    shown, judged = rows[:, :_DIGITS_SHOWN], rows[:, _DIGITS_SHOWN:]
-    return Tasks((x[shown], y[shown]), (x[judged], y[judged]))
+    support, query = rows[:, :_SUPPORT], rows[:, _SUPPORT:]
+    return Tasks((x[support], y[support]), (x[query], y[query]))
 
 
 def _digits_net(seed: int) -> nn.Module:
@@ -107,15 +106,11 @@ def _digits_net(seed: int) -> nn.Module:
         )
 
 
-def _squared_error(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return mse_loss(net(batch[0]), batch[1])
-
-
 def _cross_entropy(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(net(batch[0]), batch[1])
 
 
-def _wrong(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _error_rate(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     logits = net(batch[0])
     return (logits.argmax(-1) != batch[1]).to(logits.dtype).mean()
 
@@ -131,8 +126,8 @@ PROBLEMS = {
         targets="values",
         draw=_sines,
         build=build_net,
-        task_loss=_squared_error,
-        error=_squared_error,
+        task_loss=squared_error,
+        error=squared_error,
         measured="mean squared error",
         read=_waves,
         rate=0.1,
@@ -148,7 +143,7 @@ PROBLEMS = {
         draw=_digits,
         build=_digits_net,
         task_loss=_cross_entropy,
-        error=_wrong,
+        error=_error_rate,
         measured="share of wrong answers",
         read=None,
         rate=1.5,

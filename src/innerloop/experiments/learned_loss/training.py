@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from innerloop.experiments.framework.parts import Parts
+from innerloop.experiments.framework.tables import plus_minus, table
 from innerloop.experiments.learned_loss import figures
 from innerloop.experiments.learned_loss.cell import Cell
 from innerloop.experiments.learned_loss.problem import PROBLEMS
@@ -19,14 +20,14 @@ class LearningLosses(Parts):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        super().__init__([Cell.units(config, name) for name, _ in config.cells])
+        problems = [config.of(name) for name, _ in config.cells]
+        super().__init__([p.iterations + len(p.settings) + 1 for p in problems])
 
     def make(self, number: int) -> Cell:
         return Cell(self.config, *self.config.cells[number])
 
     def result(self) -> dict[str, Any]:
-        names = dict.fromkeys(name for name, _ in self.config.cells)
-        return {name: self._summary(name) for name in names}
+        return {name: self._summary(name) for name in self.config.names}
 
     def _summary(self, name: str) -> dict[str, Any]:
         c = self.config
@@ -49,40 +50,34 @@ class LearningLosses(Parts):
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        figures.draw(self, folder, result)
+        figures.draw(self, folder)
 
     def describe(self, result: dict[str, Any]) -> str:
-        lines = []
-        for name in dict.fromkeys(name for name, _ in self.config.cells):
-            lines += self._table(name, result[name])
-        return "\n".join(lines)
+        return "\n".join(
+            self._describe(name, found) for name, found in result.items() if name in PROBLEMS
+        )
 
-    def _table(self, name: str, found: dict[str, Any]) -> list[str]:
-        c = self.config
+    def _describe(self, name: str, found: dict[str, Any]) -> str:
+        c, rows = self.config, []
         # At its best: with the rate and clip that were the best on other tasks.
-        rows = {
-            f"learned loss, {c.steps} steps": "learned_short",
-            f"task's loss at its best, {c.steps} steps": "task_short",
-            f"learned loss, {c.horizon} steps": "learned_long",
-            f"task's loss at its best, {c.horizon} steps": "task_long",
-        }
+        for steps, which in ((c.steps, "short"), (c.horizon, "long")):
+            for loss, about in (("learned", "learned loss"), ("task", "task's loss at its best")):
+                mean, spread = (found[what][f"{loss}_{which}"] for what in ("mean", "spread"))
+                value = "diverged"
+                if mean is not None:
+                    value = plus_minus(mean, spread if c.seeds > 1 else None, 4)
+                rows.append([f"  {about}, {steps} steps", value])
         times = "1 seed" if c.seeds == 1 else f"{c.seeds} seeds"
         momentum = f"momentum {c.momentum:g}" if c.momentum else "no momentum"
         measured = f"{PROBLEMS[name].measured} on held-out tasks, SGD, {momentum}, {times}"
-        lines = [f"{name}: {measured}"]
-        for name, key in rows.items():
-            mean, spread = found["mean"][key], found["spread"][key]
-            value = "diverged" if mean is None else f"{mean:.4f}"
-            if mean is not None and c.seeds > 1:
-                value += f" ± {spread:.4f}"
-            lines.append(f"  {name:50} {value}")
+        lines = [f"{name}: {measured}", table(rows)]
         for steps, key in ((c.steps, "steps_needed_short"), (c.horizon, "steps_needed")):
-            needed = ", ".join(_count_text(n, c.horizon) for n in found[key])
+            counts = (f"not within {c.horizon}" if n is None else str(n) for n in found[key])
             about = f"steps of the learned loss to what the task's loss has after {steps}, by seed"
-            lines.append(f"  {about}: {needed}")
+            lines.append(f"  {about}: {', '.join(counts)}")
         if skipped := sum(found["skipped"]):
             lines.append(f"  {skipped} meta-updates were left out: nets diverged in them")
-        return lines
+        return "\n".join(lines)
 
 
 def _of_all(function: Callable[[list[Any]], float], values: list[float | None]) -> float | None:
@@ -93,7 +88,3 @@ def _of_all(function: Callable[[list[Any]], float], values: list[float | None]) 
 def _spread(values: list[float]) -> float:
     """Standard deviation over seeds."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _count_text(needed: int | None, horizon: int) -> str:
-    return f"not within {horizon}" if needed is None else str(needed)

@@ -1,4 +1,4 @@
-"""Families of problems that an optimizer is trained on, and is tested on unseen members of.
+"""Families of problems. An optimizer is trained on some members and tested on others.
 
 A problem is a start of the model's weights and a batch for each step. Several problems are drawn at
 once: they share the start, and their batches have a leading task axis.
@@ -7,11 +7,14 @@ once: they share the start, and their batches have a leading task axis.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from innerloop.experiments.learned_loss.problem import digit_images
 
 DIMENSIONS = 10
 _HIDDEN, _BATCH = 16, 32
@@ -26,7 +29,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, generator: torch.Generator) -> None:
-        """Give the model the weights of a new start."""
+        """Gives the model the weights of a new start."""
 
     @abc.abstractmethod
     def draw(self, generator: torch.Generator, tasks: int, steps: int, unseen: bool) -> list[Any]:
@@ -71,20 +74,16 @@ class Quadratics(Family):
 
 
 class Digits(Family):
-    """A network that learns 8 x 8 digits in minibatches, from new weights; half of the images are
-    kept for the comparison.
+    """A network that learns digits in minibatches, from new weights.
+
+    Half of the images are kept for the comparison.
     """
 
     starts = 4
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
-        found: Any = load_digits()
-        pixels = torch.tensor(found.data, dtype=torch.float32) / 16
-        labels = torch.tensor(found.target)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self.halves = [(pixels[half], labels[half]) for half in order.chunk(2)]
+        pixels, labels = (part.chunk(2) for part in digit_images())
+        self.halves = [*zip(pixels, labels, strict=True)]
         self.model = nn.Sequential(
             nn.Linear(64, _HIDDEN, dtype=torch.float32),
             nn.Sigmoid(),
@@ -112,3 +111,13 @@ class Digits(Family):
 
 
 FAMILIES: dict[str, type[Family]] = {"quadratics": Quadratics, "digits": Digits}
+
+
+def draw_problems(
+    family: Family, held_out: int, steps: int, seed: int, unseen: bool
+) -> Iterator[list[Any]]:
+    """Batches of as many problems as a comparison has, some for each start of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(family.starts):
+        family.begin(generator)
+        yield family.draw(generator, held_out // family.starts, steps, unseen)

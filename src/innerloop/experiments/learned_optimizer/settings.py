@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ClassVar
+
+from torch import nn
 
 from innerloop.experiments.framework.settings import (
     Bounds,
@@ -16,19 +19,24 @@ from innerloop.experiments.framework.settings import (
     Settings,
     refuse,
 )
-from innerloop.experiments.learned_optimizer.meta_training import BY, KINDS
 from innerloop.experiments.learned_optimizer.problem import FAMILIES
+from innerloop.learned import LSLR, LearnedOptimizer, LSTMOptimizer, MetaSGD, MLPOptimizer
 
-PROBLEMS = (*FAMILIES, "both")
+OPTIMIZERS: dict[str, Callable[[nn.Module, int], LearnedOptimizer]] = {
+    "lstm": lambda model, steps: LSTMOptimizer(),
+    "mlp": lambda model, steps: MLPOptimizer(),
+    "meta-sgd": lambda model, steps: MetaSGD(model),
+    "lslr": lambda model, steps: LSLR(model, steps),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Settings):
     """Settings of a run; each is also a flag."""
 
-    problem: Annotated[str, Choice(PROBLEMS)] = "both"
-    optimizer: Annotated[str, Choice(tuple(KINDS))] = "lstm"
-    by: Annotated[str, Choice(BY), "how it is meta-trained"] = "truncated"
+    problem: Annotated[str, Choice((*FAMILIES, "both"))] = "both"
+    optimizer: Annotated[str, Choice(tuple(OPTIMIZERS))] = "lstm"
+    by: Annotated[str, Choice(("truncated", "binomial", "pes")), "meta-training"] = "truncated"
     seeds: Annotated[Seeds, "meta-trainings of each kind"] = 5
     episodes: Annotated[Count, "training runs that a meta-training on quadratics sees"] = 48
     digits_episodes: Annotated[Count, "the same on digits"] = 24
@@ -69,7 +77,7 @@ class Config(Settings):
             refuse("window", self.window, f"a divisor of the horizon, {self.horizon}")
         if self.longer < self.horizon:
             refuse("longer", self.longer, f"at least the horizon, {self.horizon}")
-        starts = max(FAMILIES[name].starts for name in self.problems)
+        starts = FAMILIES["digits"].starts
         if "digits" in self.problems and self.digits_held_out % starts:
             refuse("digits_held_out", self.digits_held_out, f"a multiple of {starts}")
 

@@ -2,89 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from innerloop.experiments.framework.parts import Part, Parts
+from innerloop.experiments.framework.figures import save
+from innerloop.experiments.framework.parts import Parts
+from innerloop.experiments.framework.tables import table
 from innerloop.experiments.learned_optimizer import figures, tuned
-from innerloop.experiments.learned_optimizer.meta_training import MetaTraining
-from innerloop.experiments.learned_optimizer.problem import FAMILIES, Family
+from innerloop.experiments.learned_optimizer.cell import Cell
+from innerloop.experiments.learned_optimizer.figures import NAMES
+from innerloop.experiments.learned_optimizer.problem import FAMILIES, draw_problems
 from innerloop.experiments.learned_optimizer.settings import Config
 
-_TUNE_SEED, _HELD_OUT_SEED = 1_000_003, 2_000_003
-
-
-def problems(family: Family, config: Config, seed: int, unseen: bool) -> Iterator[Any]:
-    """Batches of as many problems as a comparison has, some for each start of the model."""
-    generator = torch.Generator().manual_seed(seed)
-    tasks = config.held_out // family.starts
-    for _ in range(family.starts):
-        family.begin(generator)
-        yield family.draw(generator, tasks, config.longer + 1, unseen)
-
-
-class Cell(Part):
-    """An optimizer that is learned from one seed, and then compared."""
-
-    def __init__(self, experiment: Comparison, problem: str, seed: int) -> None:
-        self.experiment, self.problem, self.seed = experiment, problem, seed
-        self.config, self.family = experiment.config.of(problem), experiment.families[problem]
-        self.training = MetaTraining(self.family, self.config, self.config.episodes, seed)
-        self.curves: dict[str, list[float]] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.training.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.training.load_state_dict(state)
-
-    def outcome(self) -> dict[str, Any]:
-        return {"rates": self.experiment.rates(self.problem), "curves": self.curves}
-
-    def advance(self, unit: int, records: list[dict[str, Any]]) -> dict[str, str]:
-        shown = {"problem": self.problem, "seed": str(self.seed)}
-        if unit < self.config.episodes:
-            return shown | {"loss": f"{self.training.episode(unit):.3f}"}
-        records.append(self._compare())
-        return shown
-
-    def _compare(self) -> dict[str, Any]:
-        config, family = self.config, self.family
-        rates = self.experiment.rates(self.problem)
-        chosen = {k: _distinct(rates[k]) for k in tuned.KINDS}
-        found: dict[str, list[Tensor]] = {k: [] for k in (config.optimizer, *chosen)}
-        for batches in problems(family, config, _HELD_OUT_SEED + self.seed, unseen=True):
-            found[config.optimizer].append(self.training.curves(batches)[None])
-            tasks = config.held_out // family.starts
-            for kind, own in chosen.items():
-                found[kind].append(tuned.curves(kind, own, family, batches, tasks))
-        # [rates, steps] each
-        means = {kind: torch.cat(known, 1).mean(1) for kind, known in found.items()}
-        # The curve that is drawn: with the rate that is best for the training horizon.
-        drawn = {k: _of(rates, k, m, config.horizon, "mean") for k, m in means.items()}
-        self.curves = {kind: curve.tolist() for kind, curve in drawn.items()}
-        losses = {kind: self._measure(rates, kind, m) for kind, m in means.items()}
-        return {"problem": self.problem, "seed": self.seed, "losses": losses}
-
-    def _measure(self, rates: Any, kind: str, means: Tensor) -> dict[str, dict[str, float]]:
-        return {
-            str(h): {
-                metric: tuned.measure(_of(rates, kind, means, h, metric), h, metric).item()
-                for metric in tuned.METRICS
-            }
-            for h in self.config.horizons
-        }
-
-
-def _of(rates: Any, kind: str, means: Tensor, horizon: int, metric: str) -> Tensor:
-    """The curve with the rate that is best by a metric at a horizon. [steps]"""
-    if kind not in tuned.KINDS:
-        return means[0]
-    return means[_distinct(rates[kind]).index(rates[kind][str(horizon)][metric])]
+_TUNE_SEED = 1_000_003
 
 
 class Comparison(Parts):
@@ -105,7 +39,8 @@ class Comparison(Parts):
 
     def make(self, number: int) -> Cell:
         problem, seed = self.cells[number]
-        return Cell(self, problem, seed)
+        config, family = self.config.of(problem), self.families[problem]
+        return Cell(config, problem, family, seed, lambda: self.rates(problem))
 
     def rates(self, problem: str) -> dict[str, Any]:
         """The best ones, which depend on no seed: optimizer, horizon, metric -> rate."""
@@ -113,21 +48,18 @@ class Comparison(Parts):
             if name == problem and kept:
                 return kept["rates"]
         if problem not in self._rates:
-            config, family = self.config.of(problem), self.families[problem]
-            seed, tasks = _TUNE_SEED + config.seed, config.held_out // family.starts
-            found: dict[str, list[Tensor]] = {kind: [] for kind in tuned.KINDS}
-            for batches in problems(family, config, seed, unseen=False):
+            c, family = self.config.of(problem), self.families[problem]
+            seed, tasks = _TUNE_SEED + c.seed, c.held_out // family.starts
+            found: dict[str, list[Tensor]] = {kind: [] for kind in tuned.OPTIMIZERS}
+            for batches in draw_problems(family, c.held_out, c.longer + 1, seed, unseen=False):
                 for kind, known in found.items():
                     known.append(tuned.curves(kind, tuned.RATES, family, batches, tasks))
             self._rates[problem] = {
-                k: tuned.best_rates(torch.cat(v, 1), config.horizons) for k, v in found.items()
+                k: tuned.best_rates(torch.cat(v, 1), c.horizons) for k, v in found.items()
             }
         return self._rates[problem]
 
-    # --- the end ------------------------------------------------------------------------------
-
     def result(self) -> dict[str, Any]:
-        summary = {problem: self._summary(problem) for problem in self.config.problems}
         cells = [
             {"problem": r["problem"], "seed": r["seed"], "losses": r["losses"]}
             | {"curves": kept["curves"]}
@@ -135,7 +67,7 @@ class Comparison(Parts):
         ]
         return {
             "optimizer": self.config.optimizer,
-            "summary": summary,
+            "summary": {problem: self._summary(problem) for problem in self.config.problems},
             "rates": {problem: self.rates(problem) for problem in self.config.problems},
             "rate_grid": [min(tuned.RATES), max(tuned.RATES), len(tuned.RATES)],
             "cells": cells,
@@ -154,14 +86,27 @@ class Comparison(Parts):
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        figures.draw(self.config, folder, result)
+        for problem in self.config.problems:
+            figure = figures.draw_curves(self.config, problem, result)
+            save(figure, folder / f"{problem}.png")
 
     def describe(self, result: dict[str, Any]) -> str:
-        return figures.table(self.config, result)
-
-
-def _distinct(rates: dict[str, dict[str, float]]) -> list[float]:
-    return sorted({rate for by in rates.values() for rate in by.values()})
+        c, lines = self.config, []
+        heads = [f"{what} {h} steps" for h in c.horizons for what in ("mean over", "after")]
+        for problem, summary in result["summary"].items():
+            rows = [["", *heads]]
+            for kind, by in summary.items():
+                cells = [by[str(h)][m] for h in c.horizons for m in tuned.METRICS]
+                rows.append([NAMES[kind], *map(_mean_text, cells)])
+            below = summary[c.optimizer][str(c.horizon)]["mean"]["seeds_below_adam"]
+            lines += [
+                f"{problem}, unseen: loss, mean and deviation over {c.seeds} seeds",
+                table(rows),
+                f"{NAMES[c.optimizer]} is below tuned Adam, in the mean over the training horizon, "
+                f"in {below} of {c.seeds} seeds.",
+                "",
+            ]
+        return "\n".join([*lines, f"{result['seconds']:.0f} s."])
 
 
 def _spread(values: list[float], adam: list[float]) -> dict[str, Any]:
@@ -169,3 +114,9 @@ def _spread(values: list[float], adam: list[float]) -> dict[str, Any]:
     deviation = found.std().item() if len(values) > 1 else 0.0
     better = sum(a < b for a, b in zip(values, adam, strict=True))
     return {"mean": found.mean().item(), "deviation": deviation, "seeds_below_adam": better}
+
+
+def _mean_text(cell: dict[str, Any]) -> str:
+    """A mean over seeds; if any diverged to infinity there is none."""
+    mean, deviation = cell["mean"], cell["deviation"]
+    return f"{mean:.4g} ± {deviation:.2g}" if math.isfinite(mean) else "diverged"

@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 
 from innerloop.experiments.learned_optimizer.problem import Family
 
-KINDS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "rmsprop": torch.optim.RMSprop,
@@ -30,11 +30,12 @@ def curves(
     All of them run at once: a group of the optimizer for each rate, in whose tensors each problem
     has weights of its own. These optimizers move every number by itself, so that changes nothing.
     """
-    names = [name for name, _ in family.model.named_parameters()]
-    start = [p.detach() for p in family.model.parameters()]
-    stacks = [[p.expand(tasks, *p.shape).clone().requires_grad_() for p in start] for _ in rates]
+    names, start = zip(*family.model.named_parameters(), strict=True)
+    stacks = [
+        [p.detach().expand(tasks, *p.shape).clone().requires_grad_() for p in start] for _ in rates
+    ]
     groups = [{"params": own, "lr": rate} for own, rate in zip(stacks, rates, strict=True)]
-    optimizer = KINDS[kind](groups)
+    optimizer = OPTIMIZERS[kind](groups)
 
     loss = _Loss(family)
 
@@ -45,7 +46,8 @@ def curves(
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        every = [torch.stack(column) for column in zip(*stacks, strict=True)]
+        stacks = zip(*(group["params"] for group in groups), strict=True)
+        every = [torch.stack(stack) for stack in stacks]
         found = vmap(vmap(one), in_dims=(0, None))(every, batch)
         found.sum().backward()
         optimizer.step()

@@ -8,8 +8,7 @@ from typing import Any
 import numpy
 from matplotlib.figure import Figure
 
-from innerloop.data import Sampler
-from innerloop.experiments.framework.figures import plot_by_depth, save, single
+from innerloop.experiments.framework.figures import plot_by_depth, row, save, single
 
 _SHOWN = 3  # tasks
 _QUERIES = 5  # of each
@@ -18,13 +17,13 @@ _QUERIES = 5  # of each
 def draw(training: Any, folder: Path, result: dict[str, Any]) -> None:
     """Saves all of them into the folder of the run."""
     records = training.records
-    save(accuracy(records, result, training.config.way), folder / "accuracy.png")
+    save(draw_accuracy(records, result, training.config.way), folder / "accuracy.png")
     for name in records[-1]["learned"]:
-        save(learned(name, records), folder / f"learned-{name}.png")
-    save(episodes(training), folder / "episodes.png")
+        save(draw_learned(name, records), folder / f"learned-{name}.png")
+    save(draw_episodes(training), folder / "episodes.png")
 
 
-def accuracy(records: list[dict[str, Any]], result: dict[str, Any], way: int) -> Figure:
+def draw_accuracy(records: list[dict[str, Any]], result: dict[str, Any], way: int) -> Figure:
     """Validation accuracy after each epoch, and the test accuracy."""
     figure, axes = single(6, 3.6)
     x = [r["iteration"] for r in records]
@@ -38,62 +37,52 @@ def accuracy(records: list[dict[str, Any]], result: dict[str, Any], way: int) ->
     return figure
 
 
-def learned(name: str, records: list[dict[str, Any]]) -> Figure:
-    """A learned setting over time, a line for each group, colored by depth."""
-    x = [r["iteration"] for r in records]
-    # [epochs, (steps or coefficients), groups]
+def draw_learned(name: str, records: list[dict[str, Any]]) -> Figure:
+    """A learned setting over time, a line for each group, colored by depth.
+
+    Each step has a panel, or each of the betas.
+    """
+    # [epochs, (steps or betas), groups]
     values = numpy.array([r["learned"][name] for r in records])
-    panels = values[:, None] if values.ndim == 2 else values
-    if name == "betas" and panels.shape[1] != 2:
-        panels = panels.transpose(0, 2, 1)
-    count = panels.shape[1]
-    titles = _titles(name, count, values.ndim)
-    figure = Figure(figsize=(max(3.2 * count, 5), 3.4), layout="constrained")
-    alike = name != "betas"  # The second beta moves in thousandths.
-    for k, axes in enumerate(figure.subplots(1, count, sharey=alike, squeeze=False)[0]):
-        plot_by_depth(axes, x, panels[:, k])
-        axes.set(xlabel="meta-updates", title=titles[k])
-        axes.grid(alpha=0.3)
+    betas = name == "betas"
+    if betas and values.shape[1] != 2:
+        values = values.transpose(0, 2, 1)
+    several = values.ndim == 3
+    panels = values if several else values[:, None]
+    # The second beta moves in thousandths, so it has a scale of its own.
+    width = 3.2 if several else 5
+    figure, row_of_axes = row(panels.shape[1], width, 3.4, sharey=not betas)
+    for k, axes in enumerate(row_of_axes):
+        plot_by_depth(axes, [r["iteration"] for r in records], panels[:, k])
+        title = f"{'beta' if betas else 'step'} {k + 1}" if several else ""
+        axes.set(xlabel="meta-updates", title=title)
     figure.suptitle(f"learned {name}, from the first layer (dark) to the last (bright)")
     return figure
 
 
-def _titles(name: str, count: int, dims: int) -> list[str]:
-    if name == "betas":
-        return [f"beta {k + 1}" for k in range(count)]
-    return [f"step {k + 1}" for k in range(count)] if dims == 3 else [""]
-
-
-def episodes(training: Any) -> Figure:
+def draw_episodes(training: Any) -> Figure:
     """Support sets of some test tasks, and queries with the predictions of the adapted model."""
-    c = training.config
-    sampler = Sampler(
-        training.splits.test, way=c.way, shot=c.shot, query=c.query, tasks=_SHOWN, seed=c.seed
-    )
-    episode = sampler.sample()
+    way = training.config.way
+    episode = training.build_sampler(training.splits.test, _SHOWN, training.config.seed).sample()
     predicted = training.learner.probabilities(episode).argmax(-1)
-    columns = c.way + _QUERIES
+    columns = way + _QUERIES
     figure = Figure(figsize=(0.9 * columns, 1.15 * _SHOWN))
-    grid = figure.subplots(_SHOWN, columns, squeeze=False)
-    for task, row in enumerate(grid):
-        (x, y), (qx, qy) = ((v[task] for v in part) for part in episode)
-        firsts = [int((y == k).nonzero()[0]) for k in range(c.way)]
-        step = max(len(qx) // _QUERIES, 1)
-        for axes in row:
+    for task, panels in enumerate(figure.subplots(_SHOWN, columns, squeeze=False)):
+        (x, y), (query_x, query_y) = ((v[task] for v in part) for part in episode)
+        for axes in panels:
             axes.axis("off")
-        for k, axes in enumerate(row[: c.way]):
-            _show(axes, x[firsts[k]], f"class {k + 1}", "black")
-        for axes, i in zip(row[c.way :], range(0, len(qx), step), strict=False):
-            right = bool(predicted[task, i] == qy[i])
-            _show(
-                axes, qx[i], f"predicted {int(predicted[task, i]) + 1}", "green" if right else "red"
-            )
+        for k, axes in enumerate(panels[:way]):
+            _show(axes, x[y == k][0], f"class {k + 1}", "black")
+        step = max(len(query_x) // _QUERIES, 1)
+        for axes, i in zip(panels[way:], range(0, len(query_x), step), strict=False):
+            color = "green" if predicted[task, i] == query_y[i] else "red"
+            _show(axes, query_x[i], f"predicted {int(predicted[task, i]) + 1}", color)
     figure.suptitle("support (left) and queries (right; green: right, red: wrong)", fontsize=9)
     return figure
 
 
 def _show(axes: Any, image: Any, title: str, color: str) -> None:
-    picture = image.permute(1, 2, 0).cpu().numpy()
-    low, high = picture.min(), picture.max()
-    axes.imshow((picture - low) / max(high - low, 1e-6), cmap="gray")
+    pixels = image.permute(1, 2, 0).cpu().numpy()
+    low, high = pixels.min(), pixels.max()
+    axes.imshow((pixels - low) / max(high - low, 1e-6), cmap="gray")
     axes.set_title(title, fontsize=7, color=color)

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
+
+import innerloop as il
 from innerloop import data, models
 from innerloop.data.folder import LARGEST
 from innerloop.errors import InnerLoopError
@@ -21,39 +24,48 @@ from innerloop.experiments.framework.settings import (
     Settings,
     refuse,
 )
-from innerloop.experiments.maml.learner import INNER, STRATEGIES, WAYS
-from innerloop.experiments.maml.outer import NONFINITE, PRECISIONS
 
-DATASETS = data.NAMES
-_DENSE = "densenet-bc-"
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adagrad": torch.optim.Adagrad,
+}
+TASK_STRATEGIES = {"loop": il.tasks.loop, "threads": il.tasks.threads, "vmap": il.tasks.vmap}
+STRATEGIES = {"tape": il.Tape, "remat": il.Remat, "binomial": il.Binomial}
+PRECISIONS = {"float64": None, "float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALED = ("folder", "cifar-fs")
-_MANY = Annotated[int, Bounds(1, 10**6)]
+_Many = Annotated[int, Bounds(1, 10**6)]
+_Epochs = Annotated[int, Bounds(0)]
+_Filters = Annotated[int, Bounds(1, 4096)]
+_Size = Annotated[int, Bounds(1, LARGEST)]
+_Nonfinite = Annotated[str, Choice(("stop", "skip"))]
+_TasksBy = Annotated[str, Choice(tuple(TASK_STRATEGIES))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Settings):
     """Settings of a run; each is also a flag."""
 
-    dataset: Annotated[str, Choice(DATASETS)] = "glyphs"
+    dataset: Annotated[str, Choice(data.NAMES)] = "glyphs"
     way: Annotated[int, Bounds(2), "classes of a task"] = 5
     shot: Annotated[Count, "labelled examples of each class"] = 1
     query: Annotated[Count, "examples of each class to be classified"] = 5
     model: Annotated[str, f"one of {', '.join(models.NAMES)}"] = "vgg"
-    filters: Annotated[
-        Annotated[int, Bounds(1, 4096)] | None, "width of the model (its own default)"
-    ] = None
-    inner_optim: Annotated[str, Choice(tuple(INNER))] = "sgd"
+    filters: Annotated[_Filters | None, "width of the model (its own default)"] = None
+    inner_optim: Annotated[str, Choice(tuple(OPTIMIZERS))] = "sgd"
     inner_lr: Annotated[Rate, "learning rate of the inner optimizer, before it is learned"] = 0.1
-    steps: Annotated[_MANY, "inner steps"] = 5
-    tasks: Annotated[_MANY, "tasks in a meta-batch"] = 8
+    steps: Annotated[_Many, "inner steps"] = 5
+    tasks: Annotated[_Many, "tasks in a meta-batch"] = 8
     iterations: Annotated[Count, "meta-updates"] = 5000
     epoch: Annotated[Count, "meta-updates between two validations"] = 500
     learn_rates: Annotated[bool, "learn a rate for each layer and step"] = True
     learn_betas: Annotated[bool, "learn the betas of inner Adam"] = False
-    multi_step_epochs: Annotated[
-        int, Bounds(0), "epochs in which the loss after every step counts"
-    ] = 10
-    first_order_epochs: Annotated[int, Bounds(0), "epochs without second derivatives"] = 0
+    multi_step_epochs: Annotated[_Epochs, "epochs in which the loss of every step counts"] = 10
+    first_order_epochs: Annotated[_Epochs, "epochs without second derivatives"] = 0
     meta_lr: Annotated[Rate, "learning rate of the outer Adam"] = 1e-3
     meta_lr_end: Annotated[Rate, "the same at the end of its cosine"] = 1e-5
     val_tasks: Annotated[Count, "validation tasks after each epoch"] = 200
@@ -61,20 +73,13 @@ class Config(Settings):
     ensemble: Annotated[Count, "best epochs whose predictions are averaged at the end"] = 1
     seed: Annotated[Seed, "the same seed gives the same result"] = 0
     data: Annotated[Path | None, "folder of the dataset (default: INNERLOOP_DATA)"] = None
-    size: Annotated[
-        Annotated[int, Bounds(1, LARGEST)] | None,
-        "pixels to which images of a folder are resized (they are not)",
-    ] = None
+    size: Annotated[_Size | None, "pixels to which images of a folder are resized"] = None
     out: Annotated[Path, "folder of the run"] = Path("out/maml")
     device: Annotated[str, Device(), "where to compute"] = "cpu"
     precision: Annotated[str, Choice(tuple(PRECISIONS)), "numbers of the inner loop"] = "float32"
-    nonfinite: Annotated[
-        str, Choice(NONFINITE), "stop at infinite meta-gradients, or skip and count them"
-    ] = "stop"
+    nonfinite: Annotated[_Nonfinite, "what to do at infinite meta-gradients"] = "stop"
     clip: Annotated[Rate | None, "largest norm of the meta-gradient (any)"] = None
-    tasks_by: Annotated[str, Choice(tuple(WAYS)), "how tasks run (in multi-step epochs: loop)"] = (
-        "vmap"
-    )
+    tasks_by: Annotated[_TasksBy, "how tasks run (in multi-step epochs: loop)"] = "vmap"
     backward: Annotated[str, Choice(tuple(STRATEGIES))] = "tape"
 
     PRESETS: ClassVar = {"quick": {}, "paper": {}}  # by dataset, below
@@ -106,7 +111,7 @@ class Config(Settings):
         values = dict(_PRESETS[name]["folder" if dataset == "cifar-fs" else dataset])
         if model == "vgg" and dataset in _VGG_FILTERS:
             values["filters"] = _VGG_FILTERS[dataset]
-        if model.startswith(_DENSE):
+        if model.startswith("densenet-bc-"):
             values.pop("filters", None)  # its name says how wide it is
         return values | _OF_OPTIMIZER.get(given.get("inner_optim", ""), {})
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,6 @@ from innerloop.experiments.maml.settings import Config
 _TEST_SEED, _VAL_SEED = 2_000_003, 1_000_003
 
 
-@contextlib.contextmanager
-def _prefix_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except InnerLoopError as error:
-        raise InnerLoopError(f"{what}. {error}") from error
-
-
 def load_images(config: Config, device: str = "cpu") -> data.Splits:
     """The images of a run."""
     scaled = {} if config.size is None else {"size": config.size}
@@ -42,6 +32,8 @@ def load_images(config: Config, device: str = "cpu") -> data.Splits:
 
 class Training(Experiment):
     """One run from its configuration to its result."""
+
+    saved = ("learner", "schedule", "sampler", "losses", "shown", "best")
 
     def __init__(self, config: Config, splits: data.Splits | None = None) -> None:
         """Reads the data of the settings, unless its ``splits`` are given."""
@@ -64,28 +56,16 @@ class Training(Experiment):
                 size=shape[-1],
                 filters=config.filters,
             ).to(device, torch.float64 if config.precision == "float64" else torch.float32)
-        self.learner = FewShot(
-            model,
-            inner_optim=config.inner_optim,
-            inner_lr=config.inner_lr,
-            steps=config.steps,
-            learn_rates=config.learn_rates,
-            learn_betas=config.learn_betas,
-            meta_lr=config.meta_lr,
-            tasks_by=config.tasks_by,
-            backward=config.backward,
-            precision=config.precision,
-            nonfinite=config.nonfinite,
-            clip=config.clip,
-            device=device,
-        )
+        self.learner = FewShot(model, config, device)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.learner.meta_optimizer, config.epochs, config.meta_lr_end
         )
-        for name, images in self._named_splits:  # too few classes are noticed before any work
-            with _prefix_errors(f"The {name} split cannot be used"):
-                self._sampler(images, 1, 0)
-        self.sampler = self._sampler(splits.train, config.tasks, config.seed)
+        for name, images in splits._asdict().items():  # too few classes are refused at once
+            try:
+                self.build_sampler(images, 1, 0)
+            except InnerLoopError as error:
+                raise InnerLoopError(f"The {name} split cannot be used. {error}") from error
+        self.sampler = self.build_sampler(splits.train, config.tasks, config.seed)
         self.losses: list[float] = []
         """Of the epoch under way, without those that are not finite."""
         self.shown: dict[str, str] = {}
@@ -93,77 +73,43 @@ class Training(Experiment):
         """The best epochs with their learned parameters, best first."""
 
     @property
-    def _named_splits(self) -> list[tuple[str, data.Images]]:
-        return [(name, getattr(self.splits, name)) for name in ("train", "val", "test")]
-
-    @property
     def total(self) -> int:
         return self.config.iterations
 
     @property
     def source(self) -> str:
-        return ", ".join(images.digest for _, images in self._named_splits)
+        return ", ".join(images.digest for images in self.splits)
 
     def share(self, ranks: Ranks) -> None:
-        if self.config.tasks < ranks.size:
-            refuse("tasks", self.config.tasks, f"at least one for each of {ranks.size} processes")
-        for name in ("val_tasks", "test_tasks"):
-            if getattr(self.config, name) < ranks.size:
-                refuse(name, getattr(self.config, name), f"one for each process, {ranks.size}")
+        for name in ("tasks", "val_tasks", "test_tasks"):
+            count = getattr(self.config, name)
+            if count < ranks.size:
+                refuse(name, count, f"at least one for each of {ranks.size} processes")
         self.learner.outer.ranks = ranks
 
-    def _sampler(self, images: Any, tasks: int, seed: int) -> Any:
+    def build_sampler(self, images: Any, tasks: int, seed: int) -> Any:
         c = self.config
         return data.Sampler(images, way=c.way, shot=c.shot, query=c.query, tasks=tasks, seed=seed)
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        learner = self.learner
-        return {
-            "learner": learner.inner.state_dict(),
-            "meta_optimizer": learner.meta_optimizer.state_dict(),
-            "outer": learner.outer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "random": torch.get_rng_state(),
-            "losses": self.losses,
-            "shown": self.shown,
-            "best": self.best,
-            "measured": self._digests,
-        }
-
-    @property
-    def _digests(self) -> dict[str, str]:
-        """Checksums of the images that are not trained on; the sampler checks its own."""
-        return {name: images.digest for name, images in self._named_splits if name != "train"}
+        own = {"random": torch.get_rng_state(), "source": self.source}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, digest in self._digests.items():
-            if state["measured"][name] != digest:
-                raise InnerLoopError(
-                    f"The {name} images are not those that the run was started with: accuracies "
-                    "before and after could not be compared. Put the old ones back, or name their "
-                    "folder with --data."
-                )
-        self.learner.inner.load_state_dict(state["learner"])
-        self.learner.meta_optimizer.load_state_dict(state["meta_optimizer"])
-        self.learner.outer.load_state_dict(state["outer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.sampler.load_state_dict(state["sampler"])
+        if state["source"] != self.source:
+            raise InnerLoopError(
+                "The images are not those that the run was started with: accuracies before and "
+                "after could not be compared. Put the old ones back, or name their folder with "
+                "--data."
+            )
+        super().load_state_dict(state)
         torch.set_rng_state(state["random"])
-        self.losses, self.shown, self.best = state["losses"], state["shown"], state["best"]
-        for entry in self.best:  # one of another form would be noticed hours later
-            if not (type(entry["epoch"]) is int and type(entry["val_accuracy"]) is float):
-                raise TypeError("its best epochs are none")
-            if entry["learned"].keys() != state["learner"].keys() or not entry["moments"]:
-                raise ValueError("its best epochs are of another learner")
-        if not all(type(loss) is float for loss in self.losses):
-            raise TypeError("its losses are no numbers")
-        for record in self.records:
-            kinds = {"epoch": int, "iteration": int, "val_accuracy": float, "learned": dict}
-            if not all(type(record[name]) is kind for name, kind in kinds.items()):
-                raise TypeError("its records are of another form")
+        kinds = {"epoch": int, "val_accuracy": float, "learned": dict}
+        for epoch in (*self.records, *self.best):  # another form would be noticed hours later
+            if not all(type(epoch[name]) is kind for name, kind in kinds.items()):
+                raise TypeError("its epochs are of another form")
 
     # --- work ---------------------------------------------------------------------------------
 
@@ -221,7 +167,7 @@ class Training(Experiment):
 
     def probabilities(self, images: Any, tasks: int, seed: int) -> tuple[Tensor, Tensor]:
         """Predictions for tasks that are the same each time, and the labels."""
-        sampler = self._sampler(images, min(tasks, self.config.tasks), seed)
+        sampler = self.build_sampler(images, min(tasks, self.config.tasks), seed)
         predicted, labels = [], []
         while (left := tasks - sum(map(len, predicted))) > 0:
             episode = sampler.sample()
@@ -261,7 +207,7 @@ class Training(Experiment):
             "iterations": self.done,
             "skipped": self.learner.outer.skipped,
             "diverged": self.learner.diverged,
-            "pictures": {name: len(images.pixels) for name, images in self._named_splits},
+            "pictures": {name: len(p.pixels) for name, p in self.splits._asdict().items()},
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:

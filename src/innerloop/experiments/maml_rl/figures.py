@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
-from innerloop.experiments.framework.figures import save, single
+from innerloop.experiments.framework.figures import single
 
 MEASURED = 3
 """Steps of adaptation that are measured."""
@@ -19,14 +18,7 @@ _PATHS = 5  # episodes of each
 _DRAWN_SEED = 3_000_017
 
 
-def draw(training: Any, folder: Path, result: dict[str, Any]) -> None:
-    """Saves all of them into the folder of the run."""
-    save(returns(result), folder / "returns.png")
-    save(curves(training.curves, training.config.seed), folder / "training.png")
-    save(episodes(training.learner), folder / "episodes.png")
-
-
-def returns(result: dict[str, Any]) -> Figure:
+def draw_returns(result: dict[str, Any]) -> Figure:
     """The return against the number of steps: each seed, and the mean."""
     figure, axes = single(5, 3.6)
     x = range(len(result["mean"]))
@@ -39,7 +31,7 @@ def returns(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def curves(found: list[list[float]], first: int) -> Figure:
+def draw_curves(found: list[list[float]], first: int) -> Figure:
     """The return after adaptation, while meta-training."""
     figure, axes = single(5, 3.6)
     for k, curve in enumerate(found):
@@ -49,21 +41,20 @@ def curves(found: list[list[float]], first: int) -> Figure:
     return figure
 
 
-def episodes(learner: Any) -> Figure:
+def draw_episodes(learner: Any) -> Figure:
     """Some held-out tasks of the last seed: episodes before and after adaptation."""
     made = torch.Generator().manual_seed(learner.seed + _DRAWN_SEED)
     tasks = learner.world.tasks(_SHOWN, made)
     train = learner.batches(tasks, MEASURED, made)
     (val,) = learner.batches(tasks, 1, made, _PATHS)
-    panel = _plane if learner.config.world == "navigation" else _angles
+    draw = _plane if learner.config.world == "navigation" else _angles
     figure = Figure(figsize=(3.2 * _SHOWN, 3.4), layout="constrained")
-    grid = figure.subplots(1, _SHOWN, sharex=True, sharey=True)
+    panels = figure.subplots(1, _SHOWN, sharex=True, sharey=True)
     for steps, (color, label) in _STEPS.items():
-        adapted = learner.policies(train[:steps], _SHOWN)
-        for task, axes in enumerate(grid):
-            found = learner.world.sample(adapted[task], tuple(part[task] for part in val))
-            panel(axes, found, tasks[task], color, label)
-    handles, labels = grid[0].get_legend_handles_labels()
+        found = learner.sample(learner.policies(train[:steps], _SHOWN), val)
+        for axes, episodes, task in zip(panels, found, tasks, strict=True):
+            draw(axes, episodes, task, color, label)
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"held-out tasks, seed {learner.seed}")
     return figure

@@ -32,9 +32,7 @@ class Config(Settings):
     tasks: Annotated[Count, "tasks in a meta-batch"] = 20
     episodes: Annotated[int, Bounds(2), "episodes for each gradient"] = 20
     horizon: Annotated[Count, "actions in an episode"] = 20
-    steps: Annotated[
-        int, Bounds(0), "inner steps in meta-training; 0 trains for all tasks at once"
-    ] = 1
+    steps: Annotated[int, Bounds(0), "inner steps in meta-training; 0: no inner loop"] = 1
     hidden: Annotated[Count, "width of the policy's net"] = 64
     inner_lr: Annotated[Rate, "inner learning rate, before it is learned"] = 0.05
     meta_lr: Annotated[Rate, "learning rate of the outer Adam"] = 3e-3

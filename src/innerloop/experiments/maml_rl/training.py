@@ -11,17 +11,19 @@ from torch import Tensor, nn
 
 import innerloop as il
 from innerloop.errors import InnerLoopError
+from innerloop.experiments.framework.figures import save
 from innerloop.experiments.framework.parts import Part, Parts
+from innerloop.experiments.framework.tables import plus_minus, table
 from innerloop.experiments.maml_rl import figures
 from innerloop.experiments.maml_rl.problem import WORLDS
 from innerloop.experiments.maml_rl.settings import TEST_SEED, Config
-from innerloop.policies import expected_return
+from innerloop.policies import Episodes, expected_return
 
 _LARGEST = 10.0  # norm of the meta-gradient: an unlucky estimate shall not undo many others
 
 
-def halved_later(step: int) -> float:
-    """The first step is taken at the full rate, those after it at half of it, as MAML does."""
+def halve_later_rates(step: int) -> float:
+    """Factor of the rate: 1 for the first step and 1/2 for those after it, as in MAML."""
     return 1.0 if step == 0 else 0.5
 
 
@@ -43,7 +45,7 @@ class Learner(Part):
             torch.optim.SGD(self.policy.parameters(), lr=config.inner_lr),
             self.loss,
             learn={"init": True, "lr": rates},
-            schedule=halved_later,
+            schedule=halve_later_rates,
             tasks=self.world.task_strategy(),
         )
         self.meta_optimizer = torch.optim.Adam(self.inner.parameters(), lr=config.meta_lr)
@@ -75,22 +77,16 @@ class Learner(Part):
             )
         self.earned.append(-loss / self.world.scale)
         if unit + 1 == c.iterations:
-            records.append(self._record())
+            returns = self.returns()
+            spread = returns.std(1) / math.sqrt(returns.shape[1])
+            found = {"seed": self.seed, "returns": returns.mean(1).tolist()}
+            found["intervals"] = (1.96 * spread).tolist()
+            found["better"] = (returns[1] > returns[0]).double().mean().item()
+            records.append(found | {"rates": self.inner.hyper["lr"].tolist()})
         return {"seed": str(self.seed), f"after {c.steps} steps": f"{self.earned[-1]:.2f}"}
 
-    def _record(self) -> dict[str, Any]:
-        returns = self.returns()
-        spread = returns.std(1) / math.sqrt(returns.shape[1])
-        return {
-            "seed": self.seed,
-            "returns": returns.mean(1).tolist(),
-            "intervals": (1.96 * spread).tolist(),
-            "better": (returns[1] > returns[0]).double().mean().item(),
-            "rates": self.inner.hyper["lr"].tolist(),
-        }
-
     def update(self) -> float:
-        """One outer step on a meta-batch; the loss before it."""
+        """One outer step on a meta-batch; returns the loss before it."""
         tasks = self.world.tasks(self.config.tasks, self.generator)
         *train, val = self.batches(tasks, self.config.steps + 1, self.generator)
         self.meta_optimizer.zero_grad()
@@ -115,17 +111,18 @@ class Learner(Part):
         rows = []
         for steps in range(figures.MEASURED + 1):
             (val,) = self.batches(tasks, 1, made, c.test_episodes)
-            adapted = self.policies(train[:steps], c.test_tasks)
-            own = [self.world.sample(p, _of(val, t)) for t, p in enumerate(adapted)]
-            rows.append(torch.stack([found.rewards.sum(-1).mean() for found in own]))
+            policies = self.policies(train[:steps], c.test_tasks)
+            found = self.sample(policies, val)
+            rows.append(torch.stack([episodes.rewards.sum(-1).mean() for episodes in found]))
         return torch.stack(rows).double()
+
+    def sample(self, policies: list[nn.Module], batch: tuple[Tensor, ...]) -> list[Episodes]:
+        """The episodes of each task with its own policy."""
+        each = zip(*batch, strict=True)
+        return [self.world.sample(p, own) for p, own in zip(policies, each, strict=True)]
 
     def outcome(self) -> dict[str, Any]:
         return self.state_dict()
-
-
-def _of(batch: tuple[Tensor, ...], task: int) -> tuple[Tensor, ...]:
-    return tuple(part[task] for part in batch)
 
 
 class Training(Parts):
@@ -138,48 +135,37 @@ class Training(Parts):
     def make(self, number: int) -> Learner:
         return Learner(self.config, self.config.seed + number)
 
-    @property
-    def curves(self) -> list[list[float]]:
-        """For each seed, the return after adaptation at every update."""
-        return [outcome["earned"] for outcome in self.outcomes]
-
-    @property
-    def learner(self) -> Learner:
-        """The last one, as it ended."""
-        learner = self.make(self.config.seeds - 1)
-        learner.load_state_dict(self.outcomes[-1])
-        return learner
-
     def result(self) -> dict[str, Any]:
         keys = ("seed", "returns", "intervals", "better")
         each = [{name: record[name] for name in keys} for record in self.records]
-        table = torch.tensor([record["returns"] for record in each], dtype=torch.float64)
+        returns = torch.tensor([record["returns"] for record in each], dtype=torch.float64)
         return {
             "world": self.config.world,
             "seeds": each,
-            "mean": table.mean(0).tolist(),
-            "improved_in_every_seed": bool((table[:, 1] > table[:, 0]).all()),
+            "mean": returns.mean(0).tolist(),
+            "improved_in_every_seed": bool((returns[:, 1] > returns[:, 0]).all()),
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        figures.draw(self, folder, result)
+        save(figures.draw_returns(result), folder / "returns.png")
+        curves = [outcome["earned"] for outcome in self.outcomes]
+        save(figures.draw_curves(curves, self.config.seed), folder / "training.png")
+        learner = self.make(self.config.seeds - 1)
+        learner.load_state_dict(self.outcomes[-1])
+        save(figures.draw_episodes(learner), folder / "episodes.png")
 
     def describe(self, result: dict[str, Any]) -> str:
         c = self.config
         steps = [f"{s} step{'s' * (s > 1)}" for s in range(1, figures.MEASURED + 1)]
-        lines = [_line("seed", ["before", *steps])]
+        rows = [["seed", "before", *steps]]
         for one in result["seeds"]:
-            pairs = zip(one["returns"], one["intervals"], strict=True)
-            lines.append(_line(one["seed"], [f"{r:.2f} ± {i:.2f}" for r, i in pairs]))
-        lines.append(_line("mean", [f"{r:.2f}" for r in result["mean"]]))
+            cells = zip(one["returns"], one["intervals"], strict=True)
+            rows.append([str(one["seed"]), *(plus_minus(*cell, digits=2) for cell in cells)])
+        rows.append(["mean", *(f"{mean:.2f}" for mean in result["mean"])])
         every = "in every seed" if result["improved_in_every_seed"] else "NOT in every seed"
         return (
             f"{c.world}: return on {c.test_tasks} held-out tasks for each seed, ± half the 95 % "
-            f"interval over tasks\n" + "\n".join(lines) + "\n"
+            f"interval over tasks\n{table(rows)}\n"
             f"After one step it is higher than before {every}. {c.seeds} x {c.iterations} updates "
             f"in {result['seconds']:.0f} s."
         )
-
-
-def _line(first: object, cells: list[str]) -> str:
-    return f"{first!s:>6}" + "".join(f"{cell:>16}" for cell in cells)

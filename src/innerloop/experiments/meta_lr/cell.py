@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +12,11 @@ from torch.nn.functional import cross_entropy
 import innerloop as il
 from innerloop.errors import DivergedError
 from innerloop.experiments.framework.parts import Part
-from innerloop.experiments.meta_lr.images import Split, batch, draw_rows, stream
+from innerloop.experiments.meta_lr.problem import Split, batch, draw_rows, stream
+from innerloop.experiments.meta_lr.settings import LEARNING, OPTIMIZERS, STRATEGIES, Config
 from innerloop.models import DenseNetBC
 
-LEARNING = ("meta", "discarded")
-ARMS = ("fixed", "multistep", *LEARNING)
-STRATEGIES = {"remat": il.Remat, "tape": il.Tape, "binomial": il.Binomial, "auto": il.Auto}
-GROUPS = ("tensor", "part", "one")
 _TEST_BATCH = 250
-
-
-class Kind(NamedTuple):
-    """An optimizer: how it is made, what it starts with, and what of it can be learned."""
-
-    make: Callable[..., torch.optim.Optimizer]
-    lr: float
-    weight_decay: float
-    learnable: tuple[str, ...]
-    transform: str
-    """Transform of the rate: a step of the meta-optimizer is too large for small rates."""
-
-
-OPTIMIZERS = {
-    "sgd": Kind(torch.optim.SGD, 0.1, 1e-4, ("lr", "momentum", "weight_decay"), "none"),
-    "adam": Kind(torch.optim.Adam, 1e-3, 1e-4, ("lr", "betas", "weight_decay", "eps"), "log"),
-    "adamw": Kind(torch.optim.AdamW, 1e-3, 1e-2, ("lr", "betas", "weight_decay", "eps"), "log"),
-    "rmsprop": Kind(torch.optim.RMSprop, 1e-3, 1e-4, ("lr", "alpha", "weight_decay", "eps"), "log"),
-}
 # Settings other than the rate stay in their range.
 _RANGES = {"momentum": "logit", "betas": "logit", "alpha": "logit"}
 _RANGES |= {"weight_decay": "log", "eps": "log"}
@@ -74,7 +51,7 @@ class Cell(Part):
 
     saved = ("loss", "error", "diverged", "model", "optimizer")
 
-    def __init__(self, config: Any, arm: str, seed: int, images: Split, steps: int) -> None:
+    def __init__(self, config: Config, arm: str, seed: int, images: Split, steps: int) -> None:
         self.config, self.arm, self.seed, self.images = config, arm, seed, images
         self.steps = steps
         self.error: float | None = None
@@ -119,17 +96,15 @@ class Cell(Part):
         )
 
     def _meta_optimizer(self, inner: il.InnerLoop) -> torch.optim.Optimizer:
-        """Adam; what is learned by its logarithm has a rate of its own."""
-        c = self.config
+        """Adam, with ten times the rate for what is learned by its logarithm.
+
+        So a setting goes as far in its logarithm as a rate of 0.1 in ten times its own size.
+        """
         groups = []
         for name, p in inner.settings.named_parameters():
             plain = inner.learned[name.split(".")[0]].transform is None
-            groups.append({"params": [p], "lr": c.meta_lr if plain else c.chosen_meta_lr_log})
+            groups.append({"params": [p], "lr": self.config.meta_lr * (1 if plain else 10)})
         return torch.optim.Adam(groups)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.loss = float(self.loss)
 
     # --- work ---------------------------------------------------------------------------------
 
@@ -221,7 +196,7 @@ class Cell(Part):
             )
 
 
-def _transform(config: Any, name: str) -> str | None:
+def _transform(config: Config, name: str) -> str | None:
     if name != "lr":
         return _RANGES[name]
     chosen = config.transform or OPTIMIZERS[config.optimizer].transform

@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
+import torch
+
+import innerloop as il
 from innerloop.experiments.framework.settings import (
     Bounds,
     Choice,
     Count,
     Device,
+    Rate,
     Seed,
     Seeds,
     Settings,
     refuse,
     split_words,
 )
-from innerloop.experiments.meta_lr.cell import ARMS, GROUPS, OPTIMIZERS, STRATEGIES
 
-_Rate = Annotated[float, Bounds(0)]
+LEARNING = ("meta", "discarded")
+ARMS = ("fixed", "multistep", *LEARNING)
+STRATEGIES = {"remat": il.Remat, "tape": il.Tape, "binomial": il.Binomial, "auto": il.Auto}
+_NotNegative = Annotated[float, Bounds(0)]
+_Momentum = Annotated[float, Bounds(0, 1, below=True)]
+_Transform = Annotated[str, Choice(("none", "log", "softplus"))]
+_Share = Annotated[float, Bounds(0, 1, above=True, below=True)]
+
+
+class Kind(NamedTuple):
+    """An optimizer: how it is made, what it starts with, and what of it can be learned."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    lr: float
+    weight_decay: float
+    learnable: tuple[str, ...]
+    transform: str
+    """Transform of the rate: a step of the meta-optimizer is too large for small rates."""
+
+
+OPTIMIZERS = {
+    "sgd": Kind(torch.optim.SGD, 0.1, 1e-4, ("lr", "momentum", "weight_decay"), "none"),
+    "adam": Kind(torch.optim.Adam, 1e-3, 1e-4, ("lr", "betas", "weight_decay", "eps"), "log"),
+    "adamw": Kind(torch.optim.AdamW, 1e-3, 1e-2, ("lr", "betas", "weight_decay", "eps"), "log"),
+    "rmsprop": Kind(torch.optim.RMSprop, 1e-3, 1e-4, ("lr", "alpha", "weight_decay", "eps"), "log"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,38 +63,21 @@ class Config(Settings):
     batch: Annotated[int, Bounds(2), "images in a training batch"] = 64
     augment: Annotated[bool, "mirror images and shift them by up to 4 pixels"] = True
     optimizer: Annotated[str, Choice(tuple(OPTIMIZERS))] = "sgd"
-    lr: Annotated[
-        Annotated[float, Bounds(0, above=True)] | None,
-        "learning rate at the start (0.1 for sgd, else 0.001)",
-    ] = None
-    momentum: Annotated[
-        Annotated[float, Bounds(0, 1, below=True)] | None, "of sgd, by Nesterov (0.9)"
-    ] = None
-    weight_decay: Annotated[_Rate | None, "at the start (0.0001, adamw 0.01)"] = None
+    lr: Annotated[Rate | None, "learning rate at the start (0.1 for sgd, else 0.001)"] = None
+    momentum: Annotated[_Momentum | None, "of sgd, by Nesterov (0.9)"] = None
+    weight_decay: Annotated[_NotNegative | None, "at the start (0.0001, adamw 0.01)"] = None
     learn: Annotated[str, "settings to learn, as lr,momentum,weight_decay"] = "lr"
     per: Annotated[str, Choice(("group", "parameter")), "what has a value of its own"] = "group"
-    groups: Annotated[str, Choice(GROUPS), "the optimizer's groups"] = "tensor"
-    transform: Annotated[
-        Annotated[str, Choice(("none", "log", "softplus"))] | None,
-        "how the rate is learned (none for sgd, else log)",
-    ] = None
-    meta_lr: Annotated[_Rate, "learning rate of the meta-optimizer, Adam"] = 1e-3
-    meta_lr_log: Annotated[
-        _Rate | None, "the same for what is learned by its log or logit (10 times that)"
-    ] = None
+    groups: Annotated[str, Choice(("tensor", "part", "one")), "the optimizer's groups"] = "tensor"
+    transform: Annotated[_Transform | None, "of the learned rate (none for sgd, else log)"] = None
+    meta_lr: Annotated[_NotNegative, "rate of the outer Adam, tenfold for logarithms"] = 1e-3
     meta_steps: Annotated[Count, "inner steps of a meta-update"] = 15
     meta_batch: Annotated[Count, "images in a batch of the meta-update"] = 16
     val_batches: Annotated[Count, "validation batches in the meta-loss"] = 10
-    val_part: Annotated[
-        float,
-        Bounds(0, 1, above=True, below=True),
-        "part of the training images kept for validation",
-    ] = 0.01
+    val_part: Annotated[_Share, "part of the training images kept for validation"] = 0.01
     warm: Annotated[bool, "inner steps begin with the optimizer's momentum"] = True
     backward: Annotated[str, Choice(tuple(STRATEGIES))] = "remat"
-    shapes: Annotated[
-        int, Bounds(20, 10**6), "synthetic training images, where no data is named"
-    ] = 10_000
+    shapes: Annotated[int, Bounds(20, 10**6), "synthetic images, without data"] = 10_000
     seed: Annotated[Seed, "the first seed; the same gives the same result"] = 0
     data: Annotated[Path | None, "folder or archive of CIFAR-10 (INNERLOOP_DATA)"] = None
     out: Annotated[Path, "folder of the run"] = Path("out/meta-lr")
@@ -101,11 +113,6 @@ class Config(Settings):
     @property
     def chosen_momentum(self) -> float:
         return 0.9 if self.momentum is None else self.momentum
-
-    @property
-    def chosen_meta_lr_log(self) -> float:
-        """By default a setting can go as far in its logarithm as a rate of 0.1 in 10 of its own."""
-        return 10 * self.meta_lr if self.meta_lr_log is None else self.meta_lr_log
 
     @property
     def reads_data(self) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 from innerloop.experiments.framework.parts import Parts
 from innerloop.experiments.framework.ranks import local_device
-from innerloop.experiments.meta_lr import figures, images
-from innerloop.experiments.meta_lr.cell import LEARNING, Cell
-from innerloop.experiments.meta_lr.settings import Config
+from innerloop.experiments.framework.tables import plus_minus, table
+from innerloop.experiments.meta_lr import figures, problem
+from innerloop.experiments.meta_lr.cell import Cell
+from innerloop.experiments.meta_lr.settings import LEARNING, Config
 
 
 class MetaLr(Parts):
@@ -23,9 +24,9 @@ class MetaLr(Parts):
     def __init__(self, config: Config) -> None:
         config = dataclasses.replace(config, device=local_device(config.device))
         self.config = config
-        loaded = images.load(config.data, config.shapes, config.device)
+        loaded = problem.load(config.data, config.shapes, config.device)
         self.train, self.test, self._source = loaded
-        self._digest = images.digest(self.train, self.test)
+        self._digest = problem.digest(self.train, self.test)
         # Seed after seed: a run that is looked at half done has compared something.
         seeds = range(config.seed, config.seed + config.seeds)
         self.cells = [(arm, seed) for seed in seeds for arm in config.chosen_arms]
@@ -40,8 +41,8 @@ class MetaLr(Parts):
     def source(self) -> str:
         return f"{self._source} ({self._digest})"
 
-    def _split(self, seed: int) -> images.Split:
-        return images.split(self.train, self.test, self.config.val_part, seed)
+    def _split(self, seed: int) -> problem.Split:
+        return problem.split(self.train, self.test, self.config.val_part, seed)
 
     def make(self, number: int) -> Cell:
         arm, seed = self.cells[number]
@@ -73,25 +74,26 @@ class MetaLr(Parts):
 
     def describe(self, result: dict[str, Any]) -> str:
         c = self.config
-        lines = [
-            f"DenseNet-BC(k={c.growth}, depth={c.depth}) with {c.optimizer}, {c.epochs} epochs, "
-            f"{c.seeds} seeds, on {result['data']}, in {result['seconds']:.0f} s.",
-            f"{'arm':<12}{'test error':>18}{'mean over epochs':>20}{'training loss':>16}  seeds",
-        ]
+        rows = [["arm", "test error", "mean over epochs", "training loss", "seeds"]]
+        remarks = []
         for arm, found in result["arms"].items():
             if found["diverged"]:
                 lost = ", ".join(map(str, found["diverged"]))
-                lines.append(f"{arm:<12}diverged with seed {lost}, left out")
+                remarks.append(f"{arm} diverged with seed {lost}, left out")
             if found["skipped"]:
-                lines.append(f"{arm:<12}{found['skipped']} meta-updates diverged and were left out")
-            if not found["errors"]:
-                continue
-            spread = "" if found["deviation"] is None else f" ± {100 * found['deviation']:.2f}"
-            error = f"{100 * found['mean']:.2f}{spread} %"
-            over = f"{100 * found['mean_over_epochs']:.2f} %"
-            each = ", ".join(f"{100 * e:.2f}" for e in found["errors"])
-            lines.append(f"{arm:<12}{error:>18}{over:>20}{found['train_loss']:>16.3f}  {each}")
-        return "\n".join(lines)
+                remarks.append(f"{arm}: {found['skipped']} meta-updates diverged and were left out")
+            if found["errors"]:
+                deviation = found["deviation"]
+                spread = None if deviation is None else 100 * deviation
+                error = plus_minus(100 * found["mean"], spread, 2, " %")
+                over = f"{100 * found['mean_over_epochs']:.2f} %"
+                each = ", ".join(f"{100 * e:.2f}" for e in found["errors"])
+                rows.append([arm, error, over, f"{found['train_loss']:.3f}", each])
+        head = (
+            f"DenseNet-BC(k={c.growth}, depth={c.depth}) with {c.optimizer}, {c.epochs} epochs, "
+            f"{c.seeds} seeds, on {result['data']}, in {result['seconds']:.0f} s."
+        )
+        return "\n".join([head, table(rows), *remarks])
 
 
 def _mean(values: list[float]) -> float | None:

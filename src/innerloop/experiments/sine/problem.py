@@ -19,8 +19,8 @@ class Sines(NamedTuple):
     support: tuple[Tensor, Tensor]
     query: tuple[Tensor, Tensor]
 
-    def tasks(self, chosen: slice) -> Sines:
-        """Some of them."""
+    def tasks(self, chosen: slice | Tensor) -> Sines:
+        """A part of the tasks."""
         return Sines(*((x[chosen], y[chosen]) for x, y in self))
 
 
@@ -34,13 +34,13 @@ def draw_sines(
 
     amplitude, phase = 0.1 + 4.9 * uniform(1), math.pi * uniform(1)
 
-    def seen(x: Tensor) -> tuple[Tensor, Tensor]:
+    def curve(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, amplitude * torch.sin(x - phase)
 
     support = LOW + (HIGH - LOW) * uniform(shots)
     if query is None:
-        return Sines(seen(support), seen(LOW + (HIGH - LOW) * uniform(shots)))
-    return Sines(seen(support), seen(query.expand(tasks, *query.shape)))
+        return Sines(curve(support), curve(LOW + (HIGH - LOW) * uniform(shots)))
+    return Sines(curve(support), curve(query.expand(tasks, *query.shape)))
 
 
 def build_net(seed: int) -> nn.Module:
@@ -56,7 +56,6 @@ def build_net(seed: int) -> nn.Module:
         )
 
 
-def squared_error(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss, in training and in testing."""
-    x, y = batch
-    return mse_loss(net(x), y)
+def squared_error(net: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The loss, in training and in testing. The batch begins with (x, y)."""
+    return mse_loss(net(batch[0]), batch[1])

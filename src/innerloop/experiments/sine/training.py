@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 import innerloop as il
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.experiment import Experiment
+from innerloop.experiments.framework.figures import save
 from innerloop.experiments.framework.ranks import ALONE, Ranks
 from innerloop.experiments.framework.settings import refuse
+from innerloop.experiments.framework.tables import plus_minus, table
 from innerloop.experiments.sine import figures
 from innerloop.experiments.sine.problem import (
     HIGH,
@@ -26,16 +27,16 @@ from innerloop.experiments.sine.problem import (
 )
 from innerloop.experiments.sine.settings import CHOICE_SEED, HELD_OUT_SEED, Config
 
-REPORTED_STEPS = (0, 1, 5, 10)
+STEPS = (0, 1, 5, 10)
+"""Numbers of steps after which the error is reported."""
 # The pre-trained net adapts with the best of these, chosen for each number of steps.
 RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 CHOICE_SINES = 50
 MAML, PRETRAINED = "MAML", "pre-trained"
-_WAY = il.tasks.vmap()  # one way always: each rounds differently
+_WAY = il.tasks.vmap()  # one task strategy always: each rounds differently
 
-
-# The inner loop that adapts a net, for each number of steps it is to take.
-Adapter = Callable[[int], il.InnerLoop]
+# The inner loop that adapts a net, for each number of steps.
+Loops = dict[int, il.InnerLoop]
 
 
 class Comparison(Experiment):
@@ -107,46 +108,49 @@ class Comparison(Experiment):
         generator = torch.Generator().manual_seed(self.config.seed + first)
         return draw_sines(generator, count, query=grid)
 
-    def adapters(self) -> tuple[dict[str, Adapter], dict[int, float]]:
-        """The adaptation of each net, and the best rates of the second."""
-        adapter, best = with_best_rates(self.net, self.unseen(CHOICE_SEED, CHOICE_SINES))
-        return {MAML: lambda steps: self.inner, PRETRAINED: adapter}, best
+    def loops(self) -> tuple[dict[str, Loops], dict[int, float]]:
+        """The inner loops of each net, and the best rates of the second."""
+        pretrained, best = with_best_rates(self.net, self.unseen(CHOICE_SEED, CHOICE_SINES))
+        return {MAML: dict.fromkeys(STEPS, self.inner), PRETRAINED: pretrained}, best
 
     def result(self) -> dict[str, Any]:
         sines = self.unseen(HELD_OUT_SEED, self.config.held_out)
-        adapters, best = self.adapters()
+        loops, best = self.loops()
         return {
-            "mean_squared_error": {n: evaluate(a, sines) for n, a in adapters.items()},
+            "mean_squared_error": {name: evaluate(own, sines) for name, own in loops.items()},
             "learning_rate": {MAML: self.inner.hyper["lr"].item(), PRETRAINED: best},
         }
 
     def draw(self, folder: Path, result: dict[str, Any]) -> None:
-        sines = self.unseen(HELD_OUT_SEED, self.config.held_out)
-        adapters, _ = self.adapters()
-        ready = {n: lambda s, steps, a=a: predict(a, s, steps) for n, a in adapters.items()}
-        figure = figures.draw_fits(ready, figures.small_middle_large(sines))
-        figure.savefig(folder / "fits.png", dpi=130)
+        sines = figures.small_middle_large(self.unseen(HELD_OUT_SEED, self.config.held_out))
+        loops, _ = self.loops()
+        fits = {
+            name: {steps: predict(own[steps], sines, steps) for steps in figures.STYLES}
+            for name, own in loops.items()
+        }
+        save(figures.draw_fits(fits, sines), folder / "fits.png")
 
     def describe(self, result: dict[str, Any]) -> str:
         found, c = result["mean_squared_error"], self.config
-        lines = [f"Mean squared error on {c.held_out} unseen sines, ± half the 95 % interval"]
-        lines.append(f"{'':18}" + "".join(f"{name:>18}" for name in found))
-        for k, steps in enumerate(REPORTED_STEPS):
-            cells = [f"{r['mean'][k]:.3f} ± {r['interval'][k]:.3f}" for r in found.values()]
+        rows = [["", *found]]
+        for k, steps in enumerate(STEPS):
             name = f"after {steps}" if steps else "before adaptation"
-            lines.append(f"{name:18}" + "".join(f"{cell:>18}" for cell in cells))
+            rows.append(
+                [name] + [plus_minus(r["mean"][k], r["interval"][k]) for r in found.values()]
+            )
         learned, best = result["learning_rate"].values()
         rates = ", ".join(f"{rate:g} (after {steps})" for steps, rate in best.items())
-        lines.append(
+        return (
+            f"Mean squared error on {c.held_out} unseen sines, ± half the 95 % interval\n"
+            f"{table(rows)}\n"
             f"Learning rates: MAML learned {learned:.4f}, starting from {c.inner_lr:g}. The "
             f"pre-trained net got the best of {len(RATES)} for each number of steps, chosen on "
             f"other sines: {rates}."
         )
-        return "\n".join(lines)
 
 
 def learner(config: Config) -> il.InnerLoop:
-    """Initial weights, and a rate, from which some steps of SGD are to fit any sine."""
+    """Learns initial weights and a rate from which a few steps of SGD fit any sine."""
     net = build_net(config.seed)
     return il.InnerLoop(
         net,
@@ -158,43 +162,35 @@ def learner(config: Config) -> il.InnerLoop:
     )
 
 
-def predict(adapter: Adapter, sines: Sines, steps: int) -> Tensor:
+@torch.no_grad()
+def predict(inner: il.InnerLoop, sines: Sines, steps: int) -> Tensor:
     """The predictions at the query points after some gradient steps. [tasks, points, 1]"""
-    with torch.no_grad():
-        # Before the first step all tasks have one model.
-        adapted = adapter(steps).adapt([sines.support] * steps, tasks=_WAY if steps else False)
-        return adapted(sines.query[0])
+    # Before the first step all tasks have one model.
+    adapted = inner.adapt([sines.support] * steps, tasks=_WAY if steps else False)
+    return adapted(sines.query[0])
 
 
-def errors(adapter: Adapter, sines: Sines, steps: int) -> Tensor:
+def errors(inner: il.InnerLoop, sines: Sines, steps: int) -> Tensor:
     """The mean squared error of each sine after some gradient steps. [tasks]"""
-    return (predict(adapter, sines, steps) - sines.query[1]).square().mean(dim=(1, 2)).double()
+    return (predict(inner, sines, steps) - sines.query[1]).square().mean(dim=(1, 2)).double()
 
 
-def with_best_rates(net: nn.Module, sines: Sines) -> tuple[Adapter, dict[int, float]]:
-    """Adapt a net, for each number of steps, with the rate that is best on these sines."""
-    loops = {
+def with_best_rates(net: nn.Module, sines: Sines) -> tuple[Loops, dict[int, float]]:
+    """For each number of steps, the inner loop whose rate is best on these sines, and its rate."""
+    tried = {
         rate: il.InnerLoop(net, torch.optim.SGD(net.parameters(), lr=rate), squared_error, learn=())
         for rate in RATES
     }
-    best = {}
-    for steps in filter(None, REPORTED_STEPS):
-        found = {rate: _mean(lambda _, r=rate: loops[r], sines, steps) for rate in RATES}
-        best[steps] = min(found, key=found.__getitem__)
-    return lambda steps: loops[best.get(steps, RATES[0])], best
+    loops, best = {0: tried[RATES[0]]}, {}
+    for steps in STEPS[1:]:
+        means = torch.stack([errors(inner, sines, steps).mean() for inner in tried.values()])
+        best[steps] = RATES[int(means.nan_to_num(math.inf).argmin())]
+        loops[steps] = tried[best[steps]]
+    return loops, best
 
 
-def _mean(adapter: Adapter, sines: Sines, steps: int) -> float:
-    """The mean error, infinite where adaptation diverges."""
-    try:
-        mean = errors(adapter, sines, steps).mean().item()
-    except il.InnerLoopError:
-        return math.inf
-    return mean if math.isfinite(mean) else math.inf
-
-
-def evaluate(adapter: Adapter, sines: Sines) -> dict[str, list[float]]:
+def evaluate(loops: Loops, sines: Sines) -> dict[str, list[float]]:
     """The error for each number of steps, with the half-width of its 95 % interval."""
-    error = torch.stack([errors(adapter, sines, steps) for steps in REPORTED_STEPS])
+    error = torch.stack([errors(loops[steps], sines, steps) for steps in STEPS])
     half_width = 1.96 * error.std(dim=1) / math.sqrt(error.shape[1])
     return {"mean": error.mean(dim=1).tolist(), "interval": half_width.tolist()}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from innerloop import data
 from innerloop.data import Labelled
 from innerloop.data.images import checksum
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.experiments.meta_lr.shapes import coloured_shapes
 
 SHIFT = 4  # pixels
-_CHUNK = 10_000  # images
-SYNTHETIC = "coloured shapes (synthetic)"
+CLASSES, SIZE = 10, 32  # of the coloured shapes
+_PATTERNS = 5
 
 
 class Split(NamedTuple):
@@ -50,11 +51,9 @@ def load(root: Path | None, shapes: int, device: str) -> tuple[Labelled, Labelle
         found = data.cifar10(root, device=device)
         count = len(found.train.labels)
         return found.train, found.test, f"CIFAR-10, {count} training pictures"
-    drawn = (
-        coloured_shapes(n, stream("shapes", n_th)) for n_th, n in enumerate((shapes, shapes // 5))
-    )
+    drawn = (coloured_shapes(n, stream("shapes", k)) for k, n in enumerate((shapes, shapes // 5)))
     train, test = (Labelled(*(t.to(device) for t in part)) for part in drawn)
-    return train, test, f"{SYNTHETIC}, {shapes} training pictures"
+    return train, test, f"coloured shapes (synthetic), {shapes} training pictures"
 
 
 def digest(*parts: tuple[Tensor, Tensor]) -> str:
@@ -86,13 +85,12 @@ def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.arange(256, dtype=torch.float64, device=images.device) / 255
     found = []
     for channel in images.unbind(1):
-        chunks = channel.split(_CHUNK)
-        counts = sum(torch.bincount(chunk.flatten(), minlength=256) for chunk in chunks)
-        share = counts / torch.tensor(channel.numel(), dtype=torch.float64)
+        share = torch.bincount(channel.flatten(), minlength=256).double() / channel.numel()
         mean = (share * values).sum()
-        unbiased = channel.numel() / max(channel.numel() - 1, 1)
-        found.append((mean, ((share * (values - mean).square()).sum() * unbiased).sqrt()))
-    mean, deviation = (torch.stack(v).float().view(-1, 1, 1) for v in zip(*found, strict=True))
+        unbiased = channel.numel() / (channel.numel() - 1)
+        found.append(((share * (values - mean).square()).sum() * unbiased).sqrt())
+        found.append(mean)
+    deviation, mean = torch.stack(found).float().view(-1, 2, 1, 1).unbind(1)
     return mean, deviation
 
 
@@ -139,3 +137,75 @@ def draw_rows(count: int, size: int, batches: int, generator: torch.Generator) -
     rounds = -(-size * batches // count)
     rows = torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])
     return list(rows[: size * batches].split(size))
+
+
+# --- coloured shapes ------------------------------------------------------------------------------
+
+
+def coloured_shapes(count: int, generator: torch.Generator) -> Labelled:
+    """Images of coloured shapes, classes in turn. Nothing to download.
+
+    A class is one of five patterns (plain, wide stripes, narrow stripes, checks, rings) inside one
+    of two outlines (two lobes or five). Place, size, turn and all colours are random, the
+    background varies smoothly, a patch of another colour hides some of it, and there is noise:
+    neither a colour nor a pixel tells the class.
+
+    >>> shapes = coloured_shapes(20, torch.Generator().manual_seed(0))
+    >>> shapes.images.shape, shapes.images.dtype, shapes.labels[:12].tolist()
+    (torch.Size([20, 3, 32, 32]), torch.uint8, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1])
+    """
+    labels = torch.arange(count) % CLASSES
+    outline, pattern = _shape(labels, generator)
+    image = _background(count, generator)
+    image = _paint(image, outline, generator)
+    image = _paint(image, outline * pattern, generator)
+    image = _paint(image, _patch(count, generator), generator)
+    image = image + 0.04 * torch.randn(image.shape, generator=generator, dtype=torch.float32)
+    return Labelled((255 * image.clamp(0, 1)).round().to(torch.uint8), labels)
+
+
+def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(shape, generator=g, dtype=torch.float32)
+
+
+def _background(count: int, g: torch.Generator) -> Tensor:
+    """Backgrounds that vary from corner to corner. [count, 3, 32, 32]"""
+    coarse = _uniform((count, 3, 3, 3), 0, 1, g)
+    return interpolate(coarse, size=(SIZE, SIZE), mode="bilinear", align_corners=True)
+
+
+def _paint(image: Tensor, mask: Tensor, g: torch.Generator) -> Tensor:
+    """The image with a colour of its own where the mask is 1."""
+    colour = _uniform((len(image), 3, 1, 1), 0, 1, g)
+    return image + mask.unsqueeze(1) * (colour - image)
+
+
+def _shape(labels: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Masks of the shape of each class, and of the second colour of its pattern. [count, 32, 32]"""
+    count = len(labels)
+    line = torch.linspace(-1, 1, SIZE, dtype=torch.float32)
+    centre = _uniform((2, count, 1, 1), -0.2, 0.2, g)
+    x, y = line.view(1, 1, -1) - centre[0], line.view(1, -1, 1) - centre[1]
+    radius, turn = (x.square() + y.square()).sqrt(), _uniform((count, 1, 1), -math.pi, math.pi, g)
+    lobes = torch.where(labels < _PATTERNS, 2, 5).view(-1, 1, 1)
+    edge = 1 + 0.35 * torch.cos(lobes * (torch.atan2(y, x) + turn))
+    edge = _uniform((count, 1, 1), 0.55, 0.8, g) * edge
+    return torch.sigmoid(25 * (edge - radius)), _pattern(labels % _PATTERNS, x, y, radius, turn)
+
+
+def _pattern(kind: Tensor, x: Tensor, y: Tensor, radius: Tensor, turn: Tensor) -> Tensor:
+    """Plain, wide stripes, narrow stripes, checks, rings. [count, 32, 32]"""
+    along, across = (x * turn.cos() + y * turn.sin(), y * turn.cos() - x * turn.sin())
+    wide, narrow = torch.sin(8 * along), torch.sin(20 * along)
+    checks = 2 * torch.sin(12 * along) * torch.sin(12 * across)
+    waves = torch.stack([torch.full_like(wide, -1), wide, narrow, checks, torch.sin(16 * radius)])
+    return torch.sigmoid(10 * waves[kind, torch.arange(len(kind))])
+
+
+def _patch(count: int, g: torch.Generator) -> Tensor:
+    """A rectangle anywhere. [count, 32, 32]"""
+    pixels = torch.arange(SIZE, dtype=torch.float32)
+    start = _uniform((2, count, 1), 0, SIZE - 4, g)
+    end = start + _uniform((2, count, 1), 3, 10, g)
+    down, across = ((pixels >= start) & (pixels < end)).float()
+    return down.unsqueeze(2) * across.unsqueeze(1)
