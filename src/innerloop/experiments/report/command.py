@@ -17,9 +17,8 @@ from rich.text import Text
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.command_line import WRONG, Parser, path
-from innerloop.experiments.report.figures import series
-from innerloop.experiments.report.page import page, printable
-from innerloop.experiments.report.runs import FoundRun, Remark, read_runs
+from innerloop.experiments.report.page import page
+from innerloop.experiments.report.runs import FoundRun, read_runs
 from innerloop.experiments.report.tables import NOTE, Table, appendix, average, table_1
 
 _WIDTH = 170
@@ -28,7 +27,7 @@ _WIDTH = 170
 def report(folders: Sequence[Path], out: Path | None) -> str:
     """The tables as text; the page goes to ``out`` if that is given.
 
-    Damaged runs are left out, each with a remark at the end of the text.
+    Runs that cannot be read are left out, each with a remark at the end of the text.
 
     >>> print(report([Path("no-such-folder")], None).splitlines()[-1])
     Remark: no-such-folder does not exist
@@ -39,7 +38,6 @@ def report(folders: Sequence[Path], out: Path | None) -> str:
 def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundRun]]:
     runs, remarks = read_runs(folders)
     ours = average(runs, remarks)
-    remarks += _remarks_on_settings(runs)
     tables = (table_1(ours), appendix(ours))
     summary = _summary(runs)
     if out is not None:
@@ -49,16 +47,10 @@ def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundR
             *[_print_table(table) for table in tables],
             NOTE,
             summary,
-            *[printable(f"Remark: {remark.folder} {remark.text}") for remark in remarks],
+            *[f"Remark: {remark.folder} {remark.text}" for remark in remarks],
         ]
     )
     return text, runs
-
-
-def _remarks_on_settings(runs: Sequence[FoundRun]) -> list[Remark]:
-    failed = {run.folder: series(run)[1] for run in runs}
-    text = "has learned settings that are no numbers: "
-    return [Remark(folder, text + ", ".join(names)) for folder, names in failed.items() if names]
 
 
 def _summary(runs: Sequence[FoundRun]) -> str:
@@ -72,7 +64,7 @@ def _print_table(table: Table) -> str:
         # Narrow enough for a terminal; long names go on in the next line.
         shown.add_column(Text("\n".join(word.split())), overflow="fold")
     for row in table.rows:
-        shown.add_row(*[Text(printable(word)) for word in row])
+        shown.add_row(*[Text(word) for word in row])
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None).print(shown)
     return file.getvalue()
