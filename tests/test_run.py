@@ -209,16 +209,12 @@ def test_torchrun_goes_on_with_its_own_run_only(
     assert json.loads((tmp_path / "run" / "result.json").read_text())["mean_squared_error"] == same
 
 
-@pytest.mark.parametrize(
-    "other, said",
-    [({"records": 3}, "TypeError"), ({"state": {}}, "KeyError"), ({"state": []}, "TypeError")],
-)
-def test_a_checkpoint_of_something_else_is_refused(
-    other: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("state, said", [({}, "KeyError: 'inner'"), ([], "TypeError")])
+def test_a_checkpoint_of_another_version_is_refused(
+    state: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, "--out", str(tmp_path)]) == 0
-    run = Run(tmp_path)
-    run.save({"done": 1, "seconds": 0.0, "records": [], "state": {}} | other)
+    Run(tmp_path).save({"done": 1, "seconds": 0.0, "records": [], "state": state})
     assert main(["sine", "--resume", str(tmp_path)]) == WRONG
     error = capsys.readouterr().err
     assert "cannot go on from its checkpoint" in error and said in error

@@ -69,6 +69,14 @@ def _describe(defaults: dict[str, Any]) -> str:
     return f" ({', '.join(f'{name}: {value}' for name, value in known.items())})"
 
 
+def whole(text: str) -> int:
+    """A whole number. One that overflows as a float is refused."""
+    value = int(text)
+    if abs(value) > 10**30:
+        raise argparse.ArgumentTypeError(f"{text[:20]}…, which is more than 10**30")
+    return value
+
+
 def path(text: str) -> Path:
     """A path. An empty one, which would mean the current folder, is refused."""
     if not text:
@@ -76,5 +84,6 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-_READERS: dict[Any, Any] = {Path: path}
+whole.__name__ = "int"  # in messages of argparse
+_READERS: dict[Any, Any] = {int: whole, Path: path}
 _METAVARS = {int: "N", float: "X", Path: "PATH"}

@@ -15,7 +15,7 @@ from typing import Any
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.command_line import WRONG, Parser, parse, path, program
-from innerloop.experiments.framework.ranks import ALONE, Ranks, join_group, restarted
+from innerloop.experiments.framework.ranks import ALONE, Ranks, join_group, restarts
 from innerloop.experiments.framework.run import Run, Stop, stoppable
 from innerloop.experiments.framework.settings import Settings, as_json, flag, from_json, refuse
 from innerloop.experiments.framework.state import Resumable
@@ -42,7 +42,6 @@ class Experiment(Resumable, abc.ABC):
     """Time they took, in all sessions."""
     records: list[dict[str, Any]]
     """Measurements on the way, a line of metrics.jsonl each."""
-    _reported: int = 0
 
     @property
     @abc.abstractmethod
@@ -63,15 +62,9 @@ class Experiment(Resumable, abc.ABC):
         return ""
 
     @property
-    def has_new_records(self) -> bool:
-        """True if this process has records that :meth:`new_records` has not returned."""
-        return len(self.records) > self._reported
-
     def new_records(self) -> list[dict[str, Any]]:
-        """The records since the last call."""
-        found = self.records[self._reported :]
-        self._reported += len(found)
-        return found
+        """The records that are in no checkpoint yet."""
+        return [record for record in self.records if "seconds" not in record]
 
     def exchange(self) -> None:
         """Shares progress among processes, where each works by itself."""
@@ -99,7 +92,6 @@ class Experiment(Resumable, abc.ABC):
         try:
             self.done, self.seconds = state["done"], state["seconds"]
             self.records = state["records"]
-            self._reported = len(self.records)
             self.load_state_dict(state["state"])
         except InnerLoopError:
             raise
@@ -121,12 +113,12 @@ def work(experiment: Experiment, run: Run, stop: Stop, bar: Any, ranks: Ranks = 
         experiment.seconds += time.perf_counter() - began
         bar.advance(shown, experiment.width)
         late = time.monotonic() - saved > _SAVE_AFTER
-        asked, late, news = ranks.any(stop.asked, late, experiment.has_new_records)
+        asked, late, news = ranks.any(stop.asked, late, bool(experiment.new_records))
         asked = asked and experiment.done < experiment.total
         if not (asked or late or news):
             continue
         experiment.exchange()
-        found = experiment.new_records()
+        found = experiment.new_records
         for record in found:
             record["seconds"] = experiment.seconds
         if ranks.first:
@@ -159,10 +151,11 @@ def carry_out(
             ranks.broadcast(run.check_new)
         elif state := run.load(ranks):
             experiment.resume(state)
+        hidden = quiet or not ranks.first
         try:
             if ranks.first:
                 run.write_config(as_json(settings))
-            with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
+            with stoppable() as stop, contextlib.closing(Bar(experiment, run, hidden)) as bar:
                 if not work(experiment, run, stop, bar, ranks):
                     return None
             result = experiment.result() | {"seconds": experiment.seconds}
@@ -229,7 +222,7 @@ def _common_settings(settings: Settings) -> dict[str, Any]:
 
 def _is_started_again(run: Run, settings: Settings, ranks: Ranks) -> bool:
     """Tests whether ``torchrun`` has started this run before. Another one is not written over."""
-    (again,) = ranks.any(restarted())  # machines count their restarts each for itself
+    (again,) = ranks.any(restarts() > 0)  # machines count their restarts each for itself
 
     def find() -> bool:
         if again and run.known and run.config() == as_json(settings):

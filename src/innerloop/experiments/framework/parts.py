@@ -39,8 +39,6 @@ class _Progress:
     outcome: dict[str, Any] | None = None
     """Of a part that has ended."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    reported: int = 0
-    """Records that :meth:`Parts.new_records` has returned."""
 
     @property
     def left(self) -> int:
@@ -131,16 +129,6 @@ class Parts(Experiment):
     def _order_records(self) -> None:
         self.records = [record for place in self._places for record in place.records]
 
-    @property
-    def has_new_records(self) -> bool:
-        return any(len(place.records) > place.reported for place in self._places)
-
-    def new_records(self) -> list[dict[str, Any]]:
-        found = [record for place in self._places for record in place.records[place.reported :]]
-        for place in self._places:
-            place.reported = len(place.records)
-        return found
-
     # --- state --------------------------------------------------------------------------------
 
     def exchange(self) -> None:
@@ -152,25 +140,18 @@ class Parts(Experiment):
         for rank, data in enumerate(self._ranks.gather(buffer.getvalue())):
             if rank != self._ranks.rank:
                 known = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                for number, part in known.items():
-                    self._places[number].records = part["records"]
-                    self._set(number, part)
+                for number, place in known.items():
+                    self._places[number] = _Progress(**place)
         self._order_records()
 
     def _describe_part(self, number: int) -> dict[str, Any]:
-        place, state = self._places[number], self._places[number].state
+        place = vars(self._places[number])
         if self._part is not None and number == self._current:
-            state = self._part.state_dict()
-        known = {"done": place.done, "kept": place.outcome, "records": place.records}
-        return known | {"state": state}
-
-    def _set(self, number: int, known: dict[str, Any]) -> None:
-        place = self._places[number]
-        place.done, place.outcome, place.state = known["done"], known["kept"], known["state"]
+            return place | {"state": self._part.state_dict()}
+        return dict(place)
 
     def state_dict(self) -> dict[str, Any]:
-        described = [self._describe_part(number) for number in range(len(self._places))]
-        parts = [known | {"records": len(known["records"])} for known in described]
+        parts = [self._describe_part(number) for number in range(len(self._places))]
         return {"source": self.source, "parts": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,9 +160,5 @@ class Parts(Experiment):
                 f"The run was on {state['source']}; here is {self.source}. Name the folder of its "
                 "data with --data."
             )
-        start = 0
-        for number, (place, known) in enumerate(zip(self._places, state["parts"], strict=True)):
-            self._set(number, known)
-            place.records = self.records[start : start + known["records"]]
-            place.reported = len(place.records)
-            start += known["records"]
+        self._places = [_Progress(**place) for place in state["parts"]]
+        self._order_records()

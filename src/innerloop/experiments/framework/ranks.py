@@ -153,7 +153,7 @@ def join_group(device: str) -> Iterator[Ranks]:
     try:
         store, rank, size = next(rendezvous("env://"))
         # torchrun keeps its store when it starts a group again, with addresses of ended processes.
-        store = PrefixStore(f"start-{_restarts()}", store)
+        store = PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         raise InnerLoopError(
@@ -172,10 +172,6 @@ def local_device(device: str) -> str:
     return f"cuda:{local}" if device == "cuda" and local is not None else device
 
 
-def restarted() -> bool:
-    """Tests whether ``torchrun`` started the group again after one of its processes died."""
-    return _restarts() > 0
-
-
-def _restarts() -> int:
+def restarts() -> int:
+    """The number of times that ``torchrun`` started the group again, as after a death."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -39,23 +39,13 @@ def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundR
     runs, remarks = read_runs(folders)
     ours = average(runs, remarks)
     tables = (table_1(ours), appendix(ours))
-    summary = _summary(runs)
+    finished = sum(run.result is not None for run in runs)
+    summary = f"{len(runs)} run{'s' * (len(runs) != 1)}, {finished} finished."
     if out is not None:
         _write(out, page(summary, tables, runs, remarks))
-    text = "\n".join(
-        [
-            *[_print_table(table) for table in tables],
-            NOTE,
-            summary,
-            *[f"Remark: {remark.folder} {remark.text}" for remark in remarks],
-        ]
-    )
-    return text, runs
-
-
-def _summary(runs: Sequence[FoundRun]) -> str:
-    finished = sum(run.result is not None for run in runs)
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}, {finished} finished."
+    lines = [*map(_print_table, tables), NOTE, summary]
+    lines += [f"Remark: {remark.folder} {remark.text}" for remark in remarks]
+    return "\n".join(lines), runs
 
 
 def _print_table(table: Table) -> str:
@@ -96,7 +86,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     print(f"Page: {args.out}")
     return 0 if runs else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +19,6 @@ from innerloop.experiments.report.paper import (
 )
 from innerloop.experiments.report.runs import FoundRun, Remark
 
-_DATASETS = ("mini-imagenet", "omniglot")
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam"}
 NONE = "-"
 NOTE = (
@@ -115,10 +115,12 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
     """The appendix's table: every row of the paper's and of ours, repeated words left out."""
     rows: list[list[str]] = []
     before: Sequence[object] = ()
-    for setup in sorted(APPENDIX.keys() | ours.keys(), key=_order):
+    known = ("mini-imagenet", "omniglot")  # others come last
+    for setup in sorted(APPENDIX.keys() | ours.keys(), key=lambda s: (s.dataset not in known, s)):
         theirs, mean = APPENDIX.get(setup), ours.get(setup)
         names = [*map(str, setup[:4]), optimizer(setup.inner_optim)]
-        same = _common_length(before, setup)
+        equal = (a == b for a, b in zip(before, setup[:4], strict=False))
+        same = len(list(itertools.takewhile(bool, equal)))
         rows.append(
             [
                 *[("" if k < same else name) for k, name in enumerate(names)],
@@ -132,21 +134,6 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
     head = ["dataset", "nway", "kshot", "model", "inner_optim", "paper: mean acc", "std"]
     head += ["ours: mean acc", "std", "seeds", "difference"]
     return Table("Full MAML++ model and inner optimizer sweep", head, rows)
-
-
-def _order(setup: Setup) -> tuple:
-    known = _DATASETS.index(setup.dataset) if setup.dataset in _DATASETS else len(_DATASETS)
-    return (known, *setup)
-
-
-def _common_length(before: Sequence[object], now: Sequence[object]) -> int:
-    """The number of equal entries at the start; the last one is always shown."""
-    same = 0
-    for a, b in zip(before[:4], now[:4], strict=False):
-        if a != b:
-            break
-        same += 1
-    return same
 
 
 def _two(mean: float, std: float | None, star: str = "") -> list[str]:
