@@ -29,14 +29,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def without_times(found: Any) -> Any:
-    """What was found except how long it took."""
+    """A result without the times in it."""
     if isinstance(found, dict):
         return {k: without_times(v) for k, v in found.items() if k not in ("seconds", "cpu")}
     return [without_times(v) for v in found] if isinstance(found, list) else found
 
 
 def untimed(path: Path) -> str:
-    """Everything a run found except how long it took."""
+    """All records and the result of a run, without the times in them."""
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return json.dumps(without_times([*map(json.loads, lines), read(path)]))
 

@@ -16,14 +16,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datasets import cifar_files, folder_files, mini_imagenet_files, write_tar, write_zip
 from hostile import TIMES, TRIED
-from innerloop import data
 from innerloop.__main__ import main
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.estimate import training as estimate
@@ -149,34 +146,3 @@ def test_foreign_checkpoints_with_a_right_checksum(tmp_path: Path) -> None:
         with contextlib.suppress(InnerLoopError):
             assert isinstance(run.load(), dict)
     assert not (tmp_path / "evil").exists()
-
-
-ARCHIVES: dict[str, Any] = {
-    "mini-imagenet": lambda root: write_zip(root / "mini-imagenet.zip", mini_imagenet_files()),
-    "cifar10": lambda root: write_tar(root / "cifar-10-python.tar.gz", cifar_files()),
-    "folder": lambda root: write_zip(root / "pictures.zip", folder_files()),
-}
-
-
-@pytest.mark.parametrize("name", ARCHIVES)
-def test_damaged_archives(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("INNERLOOP_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "data").mkdir()
-    path = ARCHIVES[name](tmp_path / "data")
-    whole, chance = path.read_bytes(), random.Random(0)
-    refused = 0
-    for _ in range(150 * TIMES):
-        TRIED["damaged archives"] += 1
-        path.write_bytes(damaged(whole, chance))
-        try:
-            if name == "cifar10":
-                data.cifar10(path)
-            else:
-                data.load(name, root=path)
-        except InnerLoopError:
-            refused += 1
-    assert refused > 75 * TIMES
-    assert {p.name for p in tmp_path.iterdir()} <= {"cache", "data"}
-    assert [p.name for p in (tmp_path / "data").iterdir()] == [path.name]

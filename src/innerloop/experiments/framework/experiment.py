@@ -225,7 +225,7 @@ def _is_started_again(run: Run, settings: Settings, ranks: Ranks) -> bool:
     (again,) = ranks.any(restarts() > 0)  # machines count their restarts each for itself
 
     def find() -> bool:
-        if again and run.known and run.config() == as_json(settings):
+        if again and run.exists and run.config() == as_json(settings):
             return True
         run.check_new()
         return False
@@ -235,7 +235,7 @@ def _is_started_again(run: Run, settings: Settings, ranks: Ranks) -> bool:
 
 def _report_stop(name: str, run: Run | None) -> int:
     how = f"{program()} {name} --resume"
-    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.known else ""
+    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.exists else ""
     print(f"Stopped.{more}")
     return STOPPED
 

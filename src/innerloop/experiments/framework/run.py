@@ -34,13 +34,13 @@ class Run:
         """Checkpoints, the newest included: one may be torn by what made the run stop."""
 
     @property
-    def known(self) -> bool:
+    def exists(self) -> bool:
         """True if a run was started here."""
         return (self.folder / CONFIG).exists()
 
     def check_new(self) -> None:
         """Refuses a folder that already holds a run: it is not written over."""
-        if self.known:
+        if self.exists:
             raise InnerLoopError(
                 f"{self.folder} holds a run already. Continue it with --resume "
                 f"{shlex.quote(str(self.folder))}, or name another folder with --out."

@@ -55,7 +55,7 @@ def _thin(records: list[Any]) -> list[Any]:
     return records[:: -(-len(records) // _POINTS)] if records else []
 
 
-def learned(run: FoundRun, name: str) -> dict[str, str]:
+def learned_figures(run: FoundRun, name: str) -> dict[str, str]:
     """Figures of each learned setting over time."""
     records = _thin(run.records)
     epochs = [record["epoch"] for record in records]

@@ -17,7 +17,7 @@ from innerloop.experiments.report.tables import NOTE, Table, with_optimizer
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
-class _Shown(NamedTuple):
+class _Section(NamedTuple):
     title: str
     outcome: str
     settings: Table
@@ -38,7 +38,7 @@ def page(
         table_1=tables[0],
         appendix=tables[1],
         curves=_curves(runs),
-        runs=[_shown(run, number) for number, run in enumerate(runs)],
+        runs=[_section(run, number) for number, run in enumerate(runs)],
         remarks=remarks,
     )
 
@@ -54,15 +54,15 @@ def _curves(runs: Sequence[FoundRun]) -> list[tuple[str, Markup]]:
     return found
 
 
-def _shown(run: FoundRun, number: int) -> _Shown:
+def _section(run: FoundRun, number: int) -> _Section:
     setup = run.setup
     title = f"{setup.dataset}, {setup.way}-way {setup.shot}-shot, {with_optimizer(*setup[3:])}"
     settings = [[name, json.dumps(value)] for name, value in run.config.items()]
-    return _Shown(
+    return _Section(
         f"{title}, seed {run.seed}",
         outcome(run),
         Table(str(run.folder), ["setting", "value"], settings),
-        {name: Markup(svg) for name, svg in figures.learned(run, f"run{number}").items()},
+        {name: Markup(svg) for name, svg in figures.learned_figures(run, f"run{number}").items()},
     )
 
 

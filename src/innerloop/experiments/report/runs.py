@@ -69,14 +69,14 @@ class FoundRun(NamedTuple):
     def settings(self) -> str:
         """The settings, besides the seed, that decide the result; equal for runs to average."""
         # One that is not set is as one that an older version did not have.
-        known = decisive(self.config).items()
+        known = decisive_settings(self.config).items()
         rest = {name: v for name, v in known if name != "seed" and v is not None}
         if self.result is not None:
             rest["pictures"] = self.result.pictures
         return json.dumps(rest, sort_keys=True)
 
 
-def decisive(config: dict[str, Any]) -> dict[str, Any]:
+def decisive_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that decide the result; the folder of the data only if it is the user's own."""
     places = [name for name in _PLACES if name != "data" or config["dataset"] not in _OWN]
     return {name: value for name, value in config.items() if name not in places}

@@ -90,9 +90,9 @@ def table_1(ours: dict[Setup, Mean]) -> Table:
     base = [ours.get(Setup(*cell, "vgg", "sgd")) for cell in CELLS]
     best = [_best(ours, cell) for cell in CELLS]
     rows = [
-        ["MAML++ (Antoniou et al.)", *[pair(*ANTONIOU[c]) for c in CELLS]],
-        ["MAML++ (paper's base)", *[pair(*BASE[c]) for c in CELLS]],
-        ["MAML++ (paper's best)", *[pair(*BEST[c]) for c in CELLS]],
+        ["MAML++ (Antoniou et al.)", *[plus_minus(*ANTONIOU[c]) for c in CELLS]],
+        ["MAML++ (paper's base)", *[plus_minus(*BASE[c]) for c in CELLS]],
+        ["MAML++ (paper's best)", *[plus_minus(*BEST[c]) for c in CELLS]],
         ["", *[with_optimizer(*BEST_SETUP[c]) for c in CELLS]],
         ["innerloop (base)", *map(_text, base)],
         ["  seeds", *map(_seeds, base)],
@@ -140,12 +140,12 @@ def _two(mean: float, std: float | None, star: str = "") -> list[str]:
     return [f"{mean:.2f}{star}", NONE if std is None else f"{std:.2f}"]
 
 
-def pair(mean: float, std: float | None) -> str:
+def plus_minus(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
 def _text(mean: Mean | None) -> str:
-    return NONE if mean is None else pair(mean.mean, mean.std) + mean.star
+    return NONE if mean is None else plus_minus(mean.mean, mean.std) + mean.star
 
 
 def _seeds(mean: Mean | None) -> str:

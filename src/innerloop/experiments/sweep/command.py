@@ -28,7 +28,7 @@ from innerloop.experiments.framework.run import RESULT, Run, stoppable
 from innerloop.experiments.framework.settings import Choice, as_json, flag, from_json, refuse
 from innerloop.experiments.maml.settings import Config
 from innerloop.experiments.maml.training import Training, load_images
-from innerloop.experiments.report.runs import decisive, read_result
+from innerloop.experiments.report.runs import decisive_settings, read_result
 from innerloop.experiments.sweep import ray_engine
 
 _GRID = {
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
     @property
     def started(self) -> bool:
-        return Run(self.folder).known
+        return Run(self.folder).exists
 
     @property
     def finished(self) -> bool:
@@ -111,7 +111,7 @@ def _check(job: Job) -> None:
     if not job.started:
         return
     started = from_json(Config, Run(job.folder).config())
-    asked, found = (decisive(as_json(with_data_folder(c))) for c in (config, started))
+    asked, found = (decisive_settings(as_json(with_data_folder(c))) for c in (config, started))
     different = [
         f"{flag(name)} {found.get(name)} (asked: {asked.get(name)})"
         for name in asked | found
@@ -139,15 +139,15 @@ def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
     """Runs some jobs at a time; yields each as it ends: finished, failed or stopped."""
     waiting = list(each)
     running: dict[subprocess.Popen, Job] = {}
-    told = False
+    stopping = False
     with stoppable() as stop:
         try:
             while running or waiting:
                 while waiting and len(running) < workers and not stop.asked:
                     job = waiting.pop(0)
                     running[_start(job, workers)] = job
-                if stop.asked and not told:
-                    told = True
+                if stop.asked and not stopping:
+                    stopping = True
                     for process in running:
                         process.terminate()
                     yield from ((job, "stopped") for job in waiting)
@@ -155,7 +155,7 @@ def outcomes(each: Sequence[Job], workers: int) -> Iterator[tuple[Job, str]]:
                 time.sleep(_GLANCE)
                 for process in [process for process in running if process.poll() is not None]:
                     code = process.returncode
-                    if told and code == -signal.SIGTERM:  # it was still starting
+                    if stopping and code == -signal.SIGTERM:  # it was still starting
                         code = STOPPED
                     yield running.pop(process), ray_engine.KINDS.get(code, "failed")
         finally:  # after an error, or asked for twice: the runs are interrupted
