@@ -29,14 +29,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def without_times(found: Any) -> Any:
-    """A result without the times in it."""
+    """What was found except how long it took."""
     if isinstance(found, dict):
         return {k: without_times(v) for k, v in found.items() if k not in ("seconds", "cpu")}
     return [without_times(v) for v in found] if isinstance(found, list) else found
 
 
 def untimed(path: Path) -> str:
-    """All records and the result of a run, without the times in them."""
+    """Everything a run found except how long it took."""
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return json.dumps(without_times([*map(json.loads, lines), read(path)]))
 
