@@ -183,7 +183,7 @@ class Stop:
 
     def ask(self, number: int, _: Any) -> None:
         """Handles a signal. A terminal that is closed may send several."""
-        if self.asked and number != signal.SIGHUP:
+        if self.asked and number in (signal.SIGINT, signal.SIGTERM):
             raise KeyboardInterrupt
         self.asked = True
 
@@ -193,8 +193,9 @@ def stoppable() -> Iterator[Stop]:
     """Turns Ctrl-C, SIGTERM and a closed terminal into a request to stop at a checkpoint."""
     stop = Stop()
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
-        numbers.append(signal.SIGHUP)
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup and signal.getsignal(hangup) is signal.SIG_DFL:  # nohup ignores it
+        numbers.append(hangup)
     before = {}
     for number in numbers:
         with contextlib.suppress(ValueError):  # not in the main thread
