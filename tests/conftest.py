@@ -34,4 +34,4 @@ def float64_and_seed():
 
 def pytest_terminal_summary(terminalreporter):
     if hostile.TRIED:
-        terminalreporter.write_line(hostile.told())
+        terminalreporter.write_line(hostile.summary())

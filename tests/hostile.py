@@ -1,4 +1,4 @@
-"""How many hostile inputs the tests make up: so many times the usual number, and those tried."""
+"""Hostile inputs: a factor for the number that tests make up, and counts of those tried."""
 
 import os
 from collections import Counter
@@ -7,6 +7,6 @@ TIMES = int(os.environ.get("INNERLOOP_FUZZ", "1"))
 TRIED: Counter[str] = Counter()
 
 
-def told() -> str:
+def summary() -> str:
     each = ", ".join(f"{count} {what}" for what, count in TRIED.items())
     return f"{TRIED.total()} hostile inputs: {each}"

@@ -21,14 +21,15 @@ from innerloop.experiments.framework.experiment import carry_out
 from innerloop.experiments.framework.parts import Part, Parts
 from innerloop.experiments.framework.ranks import Ranks
 from innerloop.experiments.framework.run import Run
+from innerloop.experiments.framework.settings import Settings
 from processes import leave_group
 
 UNITS = (3, 5, 1, 4, 7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """As experiments have it."""
+class Config(Settings):
+    """Settings of the walks."""
 
     out: Path = Path("out")
 
@@ -93,7 +94,8 @@ def walk(rank: int, count: int, folder: str, name: str, stop_in: int, stopped: i
         dist.init_process_group("gloo", store, rank=rank, world_size=count)
     out = Path(folder) / name
     walks = Walks(stop_in if rank == stopped else 0)
-    found = carry_out(walks, Config(out), Run(out), resume=out.exists(), quiet=True, ranks=ranks)
+    how = {"resume": out.exists(), "quiet": True, "ranks": ranks}
+    found = carry_out(walks, Config(out=out), Run(out), **how)
     assert (found is None) == (stop_in > 0)
     if count > 1:
         leave_group()

@@ -2,7 +2,6 @@
 
 import html.parser
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from innerloop.errors import InnerLoopError
-from innerloop.experiments.report import command as module
 from innerloop.experiments.report import figures, paper
 from innerloop.experiments.report.command import main, report
 from innerloop.experiments.report.runs import read_runs
@@ -122,38 +120,38 @@ def test_the_appendix_in_the_papers_form(tmp_path):
     assert table.rows[-1][7:] == ["60.00", "-", "1", "-"]
 
 
-def test_runs_with_other_settings_are_not_averaged(tmp_path):
-    make(tmp_path / "a", 0.90, seed=0)
-    make(tmp_path / "b", 0.92, seed=1)
-    make(tmp_path / "c", 0.99, seed=2, iterations=9)
+# Settings of each run beside its seed, and those that are not averaged with the first.
+AVERAGED = {
+    "other settings": ([{}, {}, {"iterations": 9}], [2]),
+    "places": (
+        [
+            {"out": "a", "device": "cpu", "data": "x", "keep": 2},
+            {"out": "b", "device": "cuda", "data": None, "keep": 5},
+        ],
+        [],
+    ),
+    "newer settings": ([{}, {"size": None, "clip": None}, {"clip": 10.0}], [2]),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_runs_with_other_settings_are_not_averaged(name, tmp_path):
+    each, others = AVERAGED[name]
+    for seed, config in enumerate(each):
+        make(tmp_path / str(seed), 0.9 + seed / 100, seed=seed, **config)
     found, remarks = means(tmp_path)
     (mean,) = found.values()
-    assert mean.seeds == 2 and mean.mean == pytest.approx(91)
-    assert [(r.folder.name, "other settings" in r.text) for r in remarks] == [("c", True)]
-
-
-def test_folder_and_device_are_no_settings(tmp_path):
-    make(tmp_path / "a", seed=0, out="a", device="cpu", data="x", keep=2)
-    make(tmp_path / "b", seed=1, out="b", device="cuda", data=None, keep=5)
-    found, remarks = means(tmp_path)
-    assert next(iter(found.values())).seeds == 2 and not remarks
+    assert mean.seeds == 2 and mean.mean == pytest.approx(90.5)
+    assert [int(r.folder.name) for r in remarks] == others
+    assert all("other settings" in r.text for r in remarks)
 
 
 def test_each_of_the_betas_has_an_axis_of_its_own(tmp_path):
     betas = [[[b, 0.99 + b / 100] for b in (0.9, c, 0.92)] for c in (0.90, 0.91)]
     metrics = [records(2, betas=one)[k] for k, one in enumerate(betas)]
     (run,) = read_runs([make(tmp_path / "a", metrics=metrics, inner_optim="adam")])[0]
-    shown = figures.learned(run, "a")["betas"]
+    shown = figures.learned_figures(run, "a")["betas"]
     assert re.search(r">0\.999\d+<", shown) and re.search(r">0\.91\d*<", shown)
-
-
-def test_a_setting_that_is_newer_than_a_run_is_no_other_one(tmp_path):
-    make(tmp_path / "a", seed=0)
-    make(tmp_path / "b", seed=1, size=None, clip=None)
-    make(tmp_path / "c", seed=2, clip=10.0)
-    found, remarks = means(tmp_path)
-    assert next(iter(found.values())).seeds == 2
-    assert [r.folder.name for r in remarks] == ["c"]
 
 
 def test_runs_on_a_part_of_the_data_are_told_apart(tmp_path):
@@ -167,7 +165,7 @@ def test_runs_on_a_part_of_the_data_are_told_apart(tmp_path):
     (mean,) = found.values()
     assert mean.seeds == 2 and mean.mean == pytest.approx(55)
     told = " ".join(remark.text for remark in remarks)
-    assert "10000 of the 60000 pictures" in told and "other settings" in told
+    assert "10000 of the 60000 images" in told and "other settings" in told
 
 
 @pytest.mark.parametrize("dataset", ["folder", "cifar-fs"])
@@ -184,15 +182,6 @@ def test_pictures_of_ones_own_from_two_folders_are_two_datasets(dataset, tmp_pat
     assert f"/{long}one" in printed and f"/{long}two" in printed  # not cut
     for name in names:
         assert f"<td>{name}</td>" in (tmp_path / "page.html").read_text()
-
-
-def test_one_folder_of_pictures_needs_no_name(tmp_path):
-    make(tmp_path / "a", seed=0, dataset="folder", data="x")
-    make(tmp_path / "b", seed=1, dataset="folder", data="x")
-    make(tmp_path / "c", seed=0, dataset="cifar-fs", data="y")
-    found, remarks = means(tmp_path)
-    assert [(s.dataset, m.seeds) for s, m in found.items()] == [("folder", 2), ("cifar-fs", 1)]
-    assert not remarks
 
 
 def test_the_same_seed_twice_counts_once(tmp_path):
@@ -256,30 +245,16 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 # Folders in any state. ----------------------------------------------------------------------------
 
 
-def write(name, content):
-    def damage(folder):
-        path = folder / name
-        path.unlink(missing_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return damage
-
-
-def change(name, **values):
-    def damage(folder):
-        found = json.loads((folder / name).read_text())
-        found.update(values)
-        for key in [key for key, value in found.items() if value is ...]:
-            del found[key]
-        (folder / name).write_text(json.dumps(found))
-
-    return damage
+def change(folder, **values):
+    """Other values in the result of a run."""
+    path = folder / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_updates_left_out_and_guesses_stand_beside_the_number(tmp_path):
-    change("result.json", skipped=6, diverged=1)(make(tmp_path / "a", 0.5))
-    change("result.json", skipped=0, diverged=0)(make(tmp_path / "b", 0.75, way=20))
-    change("result.json", skipped=1)(make(tmp_path / "c", 0.25, model="resnet-4"))
+    change(make(tmp_path / "a", 0.5), skipped=6, diverged=1)
+    change(make(tmp_path / "b", 0.75, way=20), skipped=0, diverged=0)
+    change(make(tmp_path / "c", 0.25, model="resnet-4"), skipped=1)
     text = report([tmp_path], tmp_path / "page.html")
     flaws = "left out 6 updates and guessed 1 times at a test task, where adaptation diverged"
     assert f"Remark: {tmp_path / 'a'} {flaws}" in text
@@ -292,104 +267,38 @@ def test_updates_left_out_and_guesses_stand_beside_the_number(tmp_path):
     assert f"it {flaws}</summary>" in page
 
 
-@pytest.mark.parametrize("wrong", [-3, "6", True, 1.5, None, 10**20, [1]])
-def test_counts_that_are_none_are_no_flaws(wrong, tmp_path):
-    change("result.json", skipped=wrong, diverged=wrong)(make(tmp_path / "a"))
-    assert not means(tmp_path)[1]
-
-
-def as_folder(name):
-    def damage(folder):
-        (folder / name).unlink()
-        (folder / name).mkdir()
-
-    return damage
-
-
-def as_pipe(name):
-    def damage(folder):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return damage
-
-
-def dangling(name):
-    def damage(folder):
-        (folder / name).unlink()
-        (folder / name).symlink_to("nowhere")
-
-    return damage
-
-
-def metrics(*changed):
-    return write(
-        "metrics.jsonl", "\n".join(c if isinstance(c, str) else json.dumps(c) for c in changed)
-    )
-
-
-LINE = {"epoch": 1, "val_accuracy": 0.5}
-DAMAGES = {
-    "settings cut off": (write("config.json", '{"dataset": "omni'), "config.json is not JSON"),
-    "settings empty": (write("config.json", ""), "config.json is not JSON"),
-    "settings a list": (write("config.json", "[1]"), "holds no object"),
-    "settings binary": (write("config.json", b"\xff\xfe\x00"), "not text in UTF-8"),
-    "settings nested deep": (write("config.json", "[" * 200_000), "config.json is not JSON"),
-    "settings huge number": (write("config.json", '{"way": ' + "9" * 9999 + "}"), "not JSON"),
-    "settings huge file": (write("config.json", " " * (1 << 21)), "more than 1 MB"),
-    "settings without way": (change("config.json", way=..., seed=...), "has no way, seed"),
-    "way a text": (change("config.json", way="5"), "way = '5', not a whole number"),
-    "way a boolean": (change("config.json", way=True), "way = True"),
-    "way zero": (change("config.json", way=0), "way = 0"),
-    "seed a fraction": (change("config.json", seed=0.5), "seed = 0.5"),
-    "dataset null": (change("config.json", dataset=None), "dataset = None, not a text"),
-    "model a list": (change("config.json", model=["vgg"]), "not a text"),
-    "settings a pipe": (as_pipe("config.json"), "config.json is not a file"),
-    "settings a dangling link": (dangling("config.json"), "config.json is not a file"),
-    "result cut off": (write("result.json", '{"accuracy": 0.'), "result.json is not JSON"),
-    "result a folder": (as_folder("result.json"), "result.json is not a file"),
-    "result a pipe": (as_pipe("result.json"), "result.json is not a file"),
-    "accuracy missing": (change("result.json", accuracy=...), "no accuracy"),
-    "accuracy not a number": (write("result.json", '{"accuracy": NaN}'), "accuracy = nan"),
-    "accuracy infinite": (write("result.json", '{"accuracy": 1e999}'), "accuracy = inf"),
-    "accuracy in percent": (change("result.json", accuracy=99.1), "number from 0 to 1"),
-    "accuracy negative": (change("result.json", accuracy=-0.1), "number from 0 to 1"),
-    "accuracy a text": (change("result.json", accuracy="0.9" * 99), "accuracy = '0.9"),
-    "interval not a number": (change("result.json", interval="x"), "no interval"),
-    "metrics missing": (lambda folder: (folder / "metrics.jsonl").unlink(), "no metrics.jsonl"),
-    "metrics binary": (write("metrics.jsonl", b"\xff\x00"), "not text in UTF-8"),
-    "metrics a folder": (as_folder("metrics.jsonl"), "metrics.jsonl is not a file"),
-    "metrics cut off": (metrics(LINE, '{"epoch": 2, "val'), "lines left out, .*: 2"),
-    "metrics with NaN": (metrics(LINE, '{"epoch": 2, "val_accuracy": NaN}'), ": 2"),
-    "metrics of other kinds": (metrics(LINE, [1], 3, None, {"epoch": "1"}), ": 2, 3, 4, 5"),
-    "metrics all bad": (metrics(*["x"] * 9), "1, 2, 3, 4, 5, …"),
-    "epoch enormous": (metrics({"epoch": 10**30, "val_accuracy": 0.5}), ": 1"),
-    "learned a text": (metrics(LINE | {"learned": {"lr": "fast"}}), "no numbers: lr"),
-    "learned ragged": (metrics(LINE | {"learned": {"lr": [[1], [1, 2]]}}), "no numbers: lr"),
-    "learned nothing": (metrics(LINE | {"learned": {"lr": []}}), "no numbers: lr"),
-    "learned an object": (metrics(LINE | {"learned": {"lr": {"a": 1}}}), "no numbers: lr"),
-    "learned not finite": (
-        metrics('{"epoch": 1, "val_accuracy": 0.5, "learned": {"lr": [NaN, 1e999]}}'),
-        "no numbers: lr",
-    ),
-    "learned overflows": (metrics(LINE | {"learned": {"lr": [10**400]}}), "no numbers: lr"),
+UNREADABLE = {
+    "settings cut off": ("config.json", '{"dataset": "omni', "JSONDecodeError"),
+    "settings a list": ("config.json", "[1]", "TypeError"),
+    "settings of another command": ("config.json", '{"steps": 3}', "KeyError('dataset')"),
+    "result cut off": ("result.json", '{"accuracy": 0.', "JSONDecodeError"),
+    "result without accuracy": ("result.json", "{}", "KeyError('accuracy')"),
+    "result without a number": ("result.json", '{"accuracy": null}', "TypeError"),
+    "metrics cut off": ("metrics.jsonl", '{"epoch": 2, "val', "JSONDecodeError"),
+    "metrics of another command": ("metrics.jsonl", '{"loss": 2}', "KeyError('val_accuracy')"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_and_the_other_runs_are_reported(damage, tmp_path):
-    good = make(tmp_path / "runs" / "good", 0.9, seed=1)
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_a_run_that_cannot_be_read_is_left_out_with_a_remark(damage, tmp_path):
+    make(tmp_path / "runs" / "good", 0.9, seed=1)
     bad = make(tmp_path / "runs" / "bad", 0.9)
-    spoil, said = DAMAGES[damage]
-    spoil(bad)
+    name, content, why = UNREADABLE[damage]
+    (bad / name).write_text(content)
     out = tmp_path / "page.html"
     text = report([tmp_path / "runs"], out)
-    assert good.is_dir() and "90.00" in text
+    assert "90.00" in text and "1 run, 1 finished." in text
     remarks = re.findall(r"<p><strong>(.*?)</strong> (.*?)</p>", out.read_text())
-    assert {Path(folder).name for folder, _ in remarks} == {"bad"}
-    plain = html.unescape("\n".join(told for _, told in remarks))
-    assert re.search(said, plain)
-    assert len(re.findall("^Remark: .*bad", text, re.M)) == len(remarks)
+    assert [Path(folder).name for folder, _ in remarks] == ["bad"]
+    assert why in html.unescape(remarks[0][1])
+    assert len(re.findall("^Remark: .*bad is left out", text, re.M)) == 1
+
+
+def test_a_run_without_a_finished_epoch(tmp_path):
+    (make(tmp_path / "a", accuracy=None) / "metrics.jsonl").unlink()
+    out = tmp_path / "page.html"
+    assert "Remark" not in report([tmp_path], out)
+    assert "not finished" in out.read_text() and "No run has records to draw" in out.read_text()
 
 
 HARMLESS = {
@@ -407,7 +316,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_learned_settings_of_every_shape_are_drawn(name, tmp_path):
-    lines = [{"epoch": k, "val_accuracy": 0.5, "learned": HARMLESS[name]} for k in range(3)]
+    lines = [record | {"learned": HARMLESS[name]} for record in records()]
     folder = make(tmp_path / "a", metrics=lines)
     out = tmp_path / "page.html"
     assert "Remark" not in report([folder], out)
@@ -416,30 +325,13 @@ def test_learned_settings_of_every_shape_are_drawn(name, tmp_path):
 
 def test_folders_that_are_no_runs(tmp_path):
     make(tmp_path / "runs" / "a")
-    (tmp_path / "runs" / "empty").mkdir()
-    (tmp_path / "runs" / ".hidden").mkdir()
-    (tmp_path / "runs" / "file").touch()
     (tmp_path / "runs" / "loop").symlink_to(tmp_path)
     (tmp_path / "none").mkdir()
-    names = ("runs", "none", "missing", "runs/file")
-    text = report([tmp_path / name for name in names], None)
-    remarks = [line.removeprefix(f"Remark: {tmp_path}/") for line in text.splitlines()]
-    remarks = [line for line in remarks if line.startswith(("runs", "none", "missing"))]
-    because = "holds no run: there is no config.json in it or below it"
-    assert remarks == [
-        f"runs/empty {because}",
-        f"none {because}",
-        "missing does not exist",
-        "runs/file is not a folder",
+    lines = report([tmp_path / name for name in ("runs", "none", "missing")], None).splitlines()
+    assert [line for line in lines if line.startswith("Remark")] == [
+        f"Remark: {tmp_path}/none holds no run: there is no config.json in it or below it",
+        f"Remark: {tmp_path}/missing does not exist",
     ]
-
-
-def test_a_folder_that_may_not_be_read(tmp_path):
-    folder = make(tmp_path / "a")
-    (folder / "config.json").chmod(0)
-    if os.access(folder / "config.json", os.R_OK):
-        pytest.skip("this user may read everything")
-    assert "cannot be read" in report([folder], None)
 
 
 # The page. ----------------------------------------------------------------------------------------
@@ -470,9 +362,8 @@ EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
 
 def hostile(tmp_path):
     names = {"model": EVIL, "dataset": f'"><{EVIL}', "inner_optim": "[bold]$\\frac{$&amp;--><"}
-    more = {EVIL: EVIL, "\x1b[31m": "\x1b]0;title\x07", "odd": "\ud800\u202e\u0000"}
     lines = records(**{EVIL: [0.1], "$x": [0.2]})
-    return make(tmp_path / "runs" / "<b>run'\"&", metrics=lines, **names, **more)
+    return make(tmp_path / "runs" / "<b>run'\"&", metrics=lines, **names, **{EVIL: EVIL})
 
 
 def test_names_are_escaped_everywhere(tmp_path):
@@ -485,9 +376,7 @@ def test_names_are_escaped_everywhere(tmp_path):
     assert not {"script", "img", "b", "i", "iframe", "object"} & set(page.tags)
     assert not page.handlers
     assert "&lt;script&gt;alert(1)" in content
-    assert "\x1b" not in text + content and "\x07" not in text + content
     assert "[bold]" in text  # not taken for a style
-    text.encode()
 
 
 def test_the_page_needs_nothing_else(tmp_path):
@@ -527,13 +416,11 @@ def test_every_setting_of_a_run_is_on_the_page(tmp_path):
     [
         ([2, 1], "mean prediction of epochs 2, 1; 1.5 minutes"),
         ([2], "from epoch 2; 1.5 minutes"),
-        (..., "from epoch 3; 1.5 minutes"),
-        ([], "from epoch 3; 1.5 minutes"),
-        ([2, "x"], "over test tasks); 1.5 minutes"),
+        (None, "from epoch 3; 1.5 minutes"),  # of an older version
     ],
 )
 def test_whose_prediction_it_is(epochs, said, tmp_path):
-    change("result.json", epochs=epochs)(make(tmp_path / "a"))
+    change(make(tmp_path / "a"), epochs=epochs)
     out = tmp_path / "page.html"
     report([tmp_path], out)
     assert said in out.read_text()
@@ -550,21 +437,14 @@ def test_the_legend_hides_no_curve(tmp_path):
     assert min(map(float, texts)) > max(map(float, frame.groups()))
 
 
-def test_axes_are_named(tmp_path):
-    (run,), _ = read_runs([make(tmp_path / "a")])
-    assert re.findall(r">(lr|epoch)</text>", figures.learned(run, "x")["lr"]).count("lr") == 1
-
-
 def browser():
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     return next((path for path in map(shutil.which, names) if path), None)
 
 
 @pytest.mark.skipif(browser() is None, reason="there is no Chromium or Chrome to open the page in")
-@pytest.mark.parametrize("kind", ["ordinary", "hostile"])
-def test_a_browser_opens_the_page_without_errors(kind, tmp_path):
-    if kind == "hostile":
-        hostile(tmp_path)
+def test_a_browser_opens_the_page_without_errors(tmp_path):
+    hostile(tmp_path)
     make(tmp_path / "runs" / "a")
     out = tmp_path / "page.html"
     report([tmp_path / "runs"], out)
@@ -576,9 +456,3 @@ def test_a_browser_opens_the_page_without_errors(kind, tmp_path):
     page = Page(done.stdout)
     assert page.tags.count("table") >= 3 and page.tags.count("svg") >= 2
     assert not {"script", "img"} & set(page.tags)
-
-
-def test_the_module_says_how_to_call_it(capsys):
-    with pytest.raises(SystemExit):
-        module.main(["--help"])
-    assert "RUNS" in capsys.readouterr().out

@@ -16,7 +16,6 @@ import pytest
 from innerloop.__main__ import main
 from innerloop.experiments.framework.settings import as_json
 from innerloop.experiments.maml import training as maml
-from innerloop.experiments.report.runs import read_run
 from innerloop.experiments.sweep import command as sweep
 
 SMALL = ["--filters", "4", "--steps", "1", "--tasks", "2", "--query", "1", "--iterations", "2"]
@@ -47,7 +46,8 @@ def test_the_grid_of_the_paper() -> None:
     # Omniglot 5- and 20-way, mini-ImageNet 5-way; 1 and 5 shots; 5 models, 2 optimizers, 3 seeds.
     assert len(found) == (2 + 1) * 2 * 5 * 2 * 3
     assert len({job.folder for job in found}) == len(found)
-    sweep._check(found)
+    for job in found:
+        sweep._check(job)
 
 
 def test_a_sweep_does_what_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_what_names_the_folders_is_refused_after_the_dashes(
     assert capsys.readouterr().err.startswith(f"{flag} must be {need}, not {value}: ")
 
 
-FINISHED = '{"accuracy": 0.5, "interval": 0.01}'
+FINISHED = '{"accuracy": 0.5, "interval": 0.01, "epoch": 1, "seconds": 9}'
 
 
 @pytest.mark.parametrize("result", [FINISHED, None])
@@ -121,21 +121,16 @@ def test_pictures_of_another_folder_are_other_settings(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_data_that_moved(tmp_path: Path) -> None:
-    folder = begin(tmp_path)
-    job = sweep.Job(folder, ["--seed", "0", "--data=b", "--steps", "1"])
-    assert job.words == ["--resume", str(folder), "--data", "b"]
-    assert sweep.Job(folder, ["--seed", "0"]).words == ["--resume", str(folder)]
-
-
-def test_how_many_checkpoints_the_runs_keep(
+def test_a_started_run_is_resumed_with_its_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert listed(tmp_path, "--keep", "3") == 0
+    """Its data may have moved, and other checkpoints may be kept."""
+    flags = ["--seed", "0", "--data=b", "--keep", "4"]
+    new = sweep.Job(tmp_path, flags, "paper")
+    assert new.words == [*flags, "--preset", "paper", "--out", str(tmp_path)]
     folder = begin(tmp_path)
-    assert listed(tmp_path, "--keep", "4") == 0
-    assert sweep.Job(folder, ["--keep", "4"]).words == ["--resume", str(folder), "--keep", "4"]
-    assert sweep.Job(tmp_path, ["--keep", "4"]).words[:2] == ["--keep", "4"]
+    assert sweep.Job(folder, flags).words == [*flags, "--resume", str(folder)]
+    assert listed(tmp_path, "--data", "b", "--keep", "4") == 0
     assert listed(tmp_path, "--keep", "0") == 2
     assert "--keep must be at least 1, not 0" in capsys.readouterr().err
 
@@ -147,17 +142,6 @@ def test_a_setting_that_is_newer_than_the_run_had_its_default(tmp_path: Path) ->
     path.write_text(json.dumps(config))
     assert listed(tmp_path) == 0
     assert listed(tmp_path, "--nonfinite", "skip") == 2
-
-
-@pytest.mark.parametrize("result", ["[]", "", "{}", '{"accuracy": "high"}', '{"accuracy": 99.0}'])
-def test_a_damaged_result_is_none_as_in_the_report(
-    result: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = begin(tmp_path, result)
-    assert listed(tmp_path) == 0
-    assert "1 runs, 0 finished" in capsys.readouterr().out
-    run = read_run(folder, [])
-    assert run is not None and run.result is None
 
 
 # Instead of a run: it ends a while after so many signals, and writes how many there were. With 0
@@ -249,13 +233,15 @@ def test_a_sweep_is_no_group_of_processes(
     assert "Start it without torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--data", "d"], ["--inner-lr=1"], ["--keep", "3"]])
-def test_flags_of_runs_before_the_dashes_are_shown_their_place(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+def test_flags_of_runs_may_stand_before_the_dashes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    begin(tmp_path, iterations=4)
+    words = ["sweep", *GRID, "--out", str(tmp_path), "--list", "--iterations=4", "--data", "d"]
+    assert main([*words, "--", "--keep", "3"]) == 0
     with pytest.raises(SystemExit, match="2"):
-        main(["sweep", *GRID, *words])
-    assert capsys.readouterr().err.startswith(f"{words[0]} is for every run. Write it at the end")
+        main([*words, "--modle", "vgg"])
+    assert "Did you mean --model?" in capsys.readouterr().err
 
 
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from innerloop.experiments.framework.allocator import keep_freed_memory
+from innerloop.experiments.framework.settings import nearest
+
 COMMANDS = {
     "maml": "few-shot classification by MAML++",
     "meta-lr": "learning rates learned while training goes on",
@@ -32,17 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = words
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(name, COMMANDS)
+        hint = f" Did you mean {near}?" if near else ""
         print(
             f"innerloop: there is no command {name!r}.{hint} See innerloop --help.", file=sys.stderr
         )
         return 2
     if argv is None:  # otherwise this process belongs to the caller
-        allocator = importlib.import_module("innerloop.experiments.framework.allocator")
-        allocator.keep_freed_memory()
+        keep_freed_memory()
     try:
         command = importlib.import_module(f"innerloop.experiments.{name.replace('-', '_')}")
         return command.main(rest) or 0

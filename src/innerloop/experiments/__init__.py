@@ -1,1 +1,1 @@
-"""Experiments that run as commands: one file each."""
+"""Experiments that run as commands: one folder each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -11,14 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from innerloop.experiments.framework.settings import (
-    LARGEST,
-    Field,
-    Settings,
-    fields,
-    flag,
-    nearest,
-)
+from innerloop.experiments.framework.settings import Settings, fields, flag, nearest
 
 WRONG = 2
 """The exit code for a wrong command line."""
@@ -41,54 +33,47 @@ class Parser(argparse.ArgumentParser):
 
 
 def program() -> str:
-    """The words that started this program; it need not be on the PATH."""
-    if Path(sys.argv[0]).name == "innerloop":
-        return _callable(sys.argv[0], "innerloop")
-    return _callable(sys.executable, "python") + " -m innerloop"
-
-
-def _callable(path: str, name: str) -> str:
-    """The name, if a shell finds this file by it; otherwise the path."""
-    found = shutil.which(name)
-    # Links are not followed: those of all virtual environments lead to one Python.
-    same = found is not None and os.path.abspath(found) == os.path.abspath(path)
-    return name if same else shlex.quote(path)
+    """The words that start this program in a shell; it need not be on the PATH."""
+    if shutil.which("innerloop"):
+        return "innerloop"
+    return f"{shlex.quote(sys.executable)} -m innerloop"
 
 
 def parse(settings: type[Settings], argv: Sequence[str] | None, parser: Parser) -> dict[str, Any]:
     """The arguments that were written, by the name of the field or argument."""
-    presets = {name: settings.preset(name, {}) for name in settings.PRESETS}
+    presets = {name: settings.configure({}, name) for name in settings.PRESETS}
     for field in fields(settings):
         if field.kind is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         else:
             how = {"type": _READERS.get(field.kind, field.kind)}
             how["metavar"] = _METAVARS.get(field.kind, "TEXT")
-        values = {name: own.get(field.name, field.default) for name, own in presets.items()}
+        defaults = {name: getattr(preset, field.name) for name, preset in presets.items()}
         parser.add_argument(
             flag(field.name),
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=f"{field.help}{_describe_default(field, values)}".replace("%", "%%"),
+            help=f"{field.help}{_describe(defaults)}".replace("%", "%%"),
             **how,
         )
     return vars(parser.parse_args(argv))
 
 
-def _describe_default(field: Field, values: dict[str, Any]) -> str:
+def _describe(defaults: dict[str, Any]) -> str:
     """The default that a plain command uses, of each preset if they differ."""
-    known = {name: value for name, value in values.items() if value is not None}
+    known = {name: value for name, value in defaults.items() if value is not None}
     if not known:
         return ""
-    if len(set(values.values())) == 1:
-        return f" ({field.default if not values else next(iter(known.values()))})"
+    if len(set(defaults.values())) == 1:
+        return f" ({next(iter(known.values()))})"
     return f" ({', '.join(f'{name}: {value}' for name, value in known.items())})"
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """A whole number. One that overflows as a float is refused."""
     value = int(text)
-    if abs(value) > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:20]}…, which is more than {LARGEST}")
+    if abs(value) > 10**30:
+        raise argparse.ArgumentTypeError(f"{text[:20]}…, which is more than 10**30")
     return value
 
 
@@ -99,6 +84,6 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-_whole.__name__ = "int"  # in messages of argparse
-_READERS: dict[Any, Any] = {int: _whole, Path: path}
+whole.__name__ = "int"  # in messages of argparse
+_READERS: dict[Any, Any] = {int: whole, Path: path}
 _METAVARS = {int: "N", float: "X", Path: "PATH"}

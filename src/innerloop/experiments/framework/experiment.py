@@ -9,22 +9,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.command_line import WRONG, Parser, parse, path, program
-from innerloop.experiments.framework.ranks import ALONE, Ranks, join_group, launch, restarted
-from innerloop.experiments.framework.run import KEPT, Run, stoppable, unwritable
-from innerloop.experiments.framework.settings import (
-    Bounds,
-    Settings,
-    as_json,
-    flag,
-    from_json,
-    refuse,
-)
+from innerloop.experiments.framework.ranks import ALONE, Ranks, join_group, restarts
+from innerloop.experiments.framework.run import Run, Stop, stoppable
+from innerloop.experiments.framework.settings import Settings, as_json, flag, from_json, refuse
 from innerloop.experiments.framework.state import Resumable
 
 STOPPED = 130
@@ -49,7 +42,6 @@ class Experiment(Resumable, abc.ABC):
     """Time they took, in all sessions."""
     records: list[dict[str, Any]]
     """Measurements on the way, a line of metrics.jsonl each."""
-    _reported: int = 0
 
     @property
     @abc.abstractmethod
@@ -70,15 +62,9 @@ class Experiment(Resumable, abc.ABC):
         return ""
 
     @property
-    def has_new_records(self) -> bool:
-        """Whether this process has records that :meth:`new_records` has not returned."""
-        return len(self.records) > self._reported
-
     def new_records(self) -> list[dict[str, Any]]:
-        """The records since the last call."""
-        found = self.records[self._reported :]
-        self._reported += len(found)
-        return found
+        """The records that are in no checkpoint yet."""
+        return [record for record in self.records if "seconds" not in record]
 
     def exchange(self) -> None:
         """Shares progress among processes, where each works by itself."""
@@ -95,67 +81,49 @@ class Experiment(Resumable, abc.ABC):
     def describe(self, result: dict[str, Any]) -> str:
         """The result in words and tables, for the terminal."""
 
-    def _whole_state(self) -> dict[str, Any]:
+    def save(self, run: Run) -> None:
+        """Saves the progress and the records."""
+        run.write_metrics(self.records)
         own = {"done": self.done, "seconds": self.seconds, "records": self.records}
-        return own | {"state": self.state_dict()}
+        run.save(own | {"state": self.state_dict()})
 
-    def _load_whole_state(self, state: dict[str, Any]) -> None:
-        with _explain_foreign_state():
-            self.done, self.seconds = state["done"], float(state["seconds"])
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on from a state that :meth:`save` saved."""
+        try:
+            self.done, self.seconds = state["done"], state["seconds"]
             self.records = state["records"]
-            if type(self.done) is not int or not 0 <= self.done <= self.total:
-                raise ValueError(f"{self.done!r} of {self.total} {self.unit} are done")
-            if not (isinstance(self.records, list) and all(type(r) is dict for r in self.records)):
-                raise TypeError("its records are none")
-            self._reported = len(self.records)
             self.load_state_dict(state["state"])
-
-
-# Errors that a checkpoint of another run, or a forged one, may lead to.
-_FOREIGN = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
-_FOREIGN += (AssertionError,)
-
-
-@contextlib.contextmanager
-def _explain_foreign_state(resumed: bool = True) -> Iterator[None]:
-    try:
-        yield
-    except _FOREIGN as error:
-        if not resumed or isinstance(error, InnerLoopError):
+        except InnerLoopError:
             raise
-        raise InnerLoopError(
-            f"The run cannot go on from its checkpoint ({type(error).__name__}: {error}). If "
-            "memory was short, or another process of the run died, go on again: nothing is lost. "
-            "Otherwise the checkpoint is of another run or of another version of innerloop: start "
-            "again with another --out."
-        ) from error
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InnerLoopError(
+                f"The run cannot go on from its checkpoint ({type(error).__name__}: {error}), "
+                "which is of another run or of another version of innerloop. Start again with "
+                "another --out."
+            ) from error
 
 
-def work(experiment: Experiment, run: Run, stop: Any, bar: Any, ranks: Ranks = ALONE) -> bool:
-    """Goes on to the end, or until asked to stop. Returns whether it is the end."""
+def work(experiment: Experiment, run: Run, stop: Stop, bar: Any, ranks: Ranks = ALONE) -> bool:
+    """Goes on until the end, or until asked to stop. Returns True at the end."""
     saved = time.monotonic()
-    resumed = experiment.done > 0
     while experiment.done < experiment.total:
         began = time.perf_counter()
-        with _explain_foreign_state(resumed):
-            shown = experiment.advance()
-        resumed = False
+        shown = experiment.advance()
         experiment.done += experiment.width
         experiment.seconds += time.perf_counter() - began
         bar.advance(shown, experiment.width)
         late = time.monotonic() - saved > _SAVE_AFTER
-        asked, late, news = ranks.any(stop.asked, late, experiment.has_new_records)
+        asked, late, news = ranks.any(stop.asked, late, bool(experiment.new_records))
         asked = asked and experiment.done < experiment.total
         if not (asked or late or news):
             continue
         experiment.exchange()
-        found = experiment.new_records()
+        found = experiment.new_records
         for record in found:
             record["seconds"] = experiment.seconds
         if ranks.first:
-            run.write_metrics(experiment.records)
             bar.record(found)
-            run.save(experiment._whole_state())
+            experiment.save(run)
         saved = time.monotonic()
         if asked:
             return False
@@ -175,28 +143,31 @@ def carry_out(
     from innerloop.experiments.framework.progress import Bar
 
     experiment.share(ranks)
-    ranks.agree("data", {"pictures or numbers": experiment.source})
+    ranks.agree(_common_settings(settings) | {"data": experiment.source})
     experiment.records = []
     with contextlib.ExitStack() as stack:
-        ranks.broadcast(lambda: stack.enter_context(run.lock(new=not resume)))
-        start = run.update_keep if resume else lambda: run.start(as_json(settings), launch())
-        ranks.broadcast(start)
-        state = run.load(ranks) if resume else None
-        if state is not None:
-            experiment._load_whole_state(state)
+        ranks.broadcast(lambda: stack.enter_context(run.lock()))
+        if not resume:
+            ranks.broadcast(run.check_new)
+        elif state := run.load(ranks):
+            experiment.resume(state)
+        hidden = quiet or not ranks.first
         try:
-            with stoppable() as stop, Bar(experiment, run, quiet or not ranks.first) as bar:
+            if ranks.first:
+                run.write_config(as_json(settings))
+            with stoppable() as stop, contextlib.closing(Bar(experiment, run, hidden)) as bar:
                 if not work(experiment, run, stop, bar, ranks):
                     return None
-            with _explain_foreign_state(state is not None):
-                result = experiment.result() | {"seconds": experiment.seconds}
+            result = experiment.result() | {"seconds": experiment.seconds}
             if ranks.first:
                 experiment.share(ALONE)  # the others take no part in figures
-                with run.figure_folder() as folder:
-                    experiment.draw(folder, result)
+                experiment.draw(run.folder, result)
                 run.write_result(result)
         except OSError as error:
-            raise InnerLoopError(unwritable(run.folder, "", error)) from error
+            raise InnerLoopError(
+                f"{run.folder} cannot be written: {error}. What was written before is whole. Make "
+                f"room, then go on with --resume {shlex.quote(str(run.folder))}."
+            ) from error
     return result
 
 
@@ -212,25 +183,21 @@ def run_command(
     parser = Parser(f"innerloop {name}", description=about)
     parser.add_argument("--preset", help="paper or quick (quick)")
     parser.add_argument("--resume", type=path, metavar="PATH", help="continue the run in a folder")
-    parser.add_argument("--keep", type=int, metavar="N", help=f"checkpoints to keep ({KEPT})")
     given = parse(kind, argv, parser)
-    preset, resume, keep = (given.pop(name) for name in ("preset", "resume", "keep"))
+    preset, folder = given.pop("preset"), given.pop("resume")
     run: Run | None = None
     try:
-        if keep is not None:
-            Bounds(1).check("keep", keep)
-        if resume is None:
-            settings = _with_data_folder(kind.configure(given, preset or "quick"))
-            run = Run(settings.out, keep or KEPT)
+        if folder is None:
+            settings = with_data_folder(kind.configure(given, preset or "quick"))
+            run = Run(settings.out, settings.keep)
         else:
-            run = Run(resume)
-            run.keep = keep or run.read_keep()
-            settings = _resume_settings(from_json(kind, run.config()), given, preset, resume)
+            run = Run(folder)
+            settings = _resume_settings(from_json(kind, run.config()), given, preset, folder)
+            run.keep = settings.keep
         with join_group(getattr(settings, "device", "cpu")) as ranks:
-            ranks.agree("settings", _common_settings(settings))
-            continues = resume is not None or _continues(run, settings, ranks)
+            resume = folder is not None or _is_started_again(run, settings, ranks)
             experiment = make(settings)
-            result = carry_out(experiment, settings, run, resume=continues, ranks=ranks)
+            result = carry_out(experiment, settings, run, resume=resume, ranks=ranks)
     except InnerLoopError as error:
         print(error, file=sys.stderr)
         return WRONG
@@ -253,27 +220,27 @@ def _common_settings(settings: Settings) -> dict[str, Any]:
     return {flag(name): value for name, value in found if name not in ("out", "data")}
 
 
-def _continues(run: Run, settings: Settings, ranks: Ranks) -> bool:
+def _is_started_again(run: Run, settings: Settings, ranks: Ranks) -> bool:
     """Tests whether ``torchrun`` has started this run before. Another one is not written over."""
-    (again,) = ranks.any(restarted())  # machines count their restarts each for itself
+    (again,) = ranks.any(restarts() > 0)  # machines count their restarts each for itself
 
-    def find() -> bytes | None:
-        if again and run.started_by(launch(), as_json(settings)):
-            return b""
+    def find() -> bool:
+        if again and run.exists and run.config() == as_json(settings):
+            return True
         run.check_new()
-        return None
+        return False
 
-    return ranks.broadcast(find) is not None
+    return ranks.broadcast(find)
 
 
 def _report_stop(name: str, run: Run | None) -> int:
     how = f"{program()} {name} --resume"
-    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.known else ""
+    more = f" Go on with: {how} {shlex.quote(str(run.folder))}" if run and run.exists else ""
     print(f"Stopped.{more}")
     return STOPPED
 
 
-def _with_data_folder(settings: Any) -> Any:
+def with_data_folder(settings: Any) -> Any:
     """Writes the folder of the data out: a run goes on with the data it was started with."""
     if not settings.reads_data:
         return settings
@@ -289,15 +256,18 @@ def absolute(path: str | Path) -> Path:
 def _resume_settings(settings: Any, given: dict[str, Any], preset: str | None, folder: Path) -> Any:
     """The settings of the run. Flags beside --resume must agree with them, except for folders.
 
-    The run and its data may have been moved.
+    The run and its data may have been moved, and other checkpoints may be kept.
     """
     if preset is not None:
         refuse("preset", preset, "left out with --resume", "the run has its settings")
-    moved = {"data": absolute(given["data"])} if "data" in given else {}
-    moved["out"] = folder
     if "out" in given and os.path.realpath(given["out"]) != os.path.realpath(folder):
         refuse("out", given["out"], f"{folder}, as --resume names it, or left out")
+    changed = {"out": folder}
+    if "data" in given:
+        changed["data"] = absolute(given["data"])
+    if "keep" in given:
+        changed["keep"] = given["keep"]
     for name, value in given.items():
-        if name not in moved and getattr(settings, name) != value:
+        if name not in changed and getattr(settings, name) != value:
             refuse(name, value, f"{getattr(settings, name)}, as the run was started with")
-    return dataclasses.replace(settings, **moved)
+    return dataclasses.replace(settings, **changed)

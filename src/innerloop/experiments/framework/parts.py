@@ -39,8 +39,6 @@ class _Progress:
     outcome: dict[str, Any] | None = None
     """Of a part that has ended."""
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    reported: int = 0
-    """Records that :meth:`Parts.new_records` has returned."""
 
     @property
     def left(self) -> int:
@@ -56,9 +54,8 @@ class Parts(Experiment):
     def __init__(self, units: Sequence[int]) -> None:
         self._places = [_Progress(number) for number in units]
         self._ranks: Ranks = ALONE
-        self._own: list[int] | None = None  # numbers of the parts left to this process
-        self._hand: list[int] = []  # the same, when they were dealt out
-        self._work: list[int] = []  # units left to each process, as they were shared
+        self._hands: list[list[int]] = []  # numbers of the parts of each process
+        self._work: list[int] = []  # units left to each process when the parts were dealt out
         self._rounds = 0
         self._part: Part | None = None
 
@@ -83,36 +80,42 @@ class Parts(Experiment):
             )
         self._ranks = ranks
 
-    def _own_parts(self) -> list[int]:
-        """The parts left to this process: what is left of all is dealt out in turn."""
-        if self._own is None:
-            left = [number for number, place in enumerate(self._places) if place.left]
-            hands = [left[rank :: self._ranks.size] for rank in range(self._ranks.size)]
-            self._work = [sum(self._places[n].left for n in hand) for hand in hands]
-            self._hand = hands[self._ranks.rank]
-            self._own = [*self._hand]
-        return self._own
+    def _deal(self) -> None:
+        """Deals out what is left of the parts."""
+        left = [number for number, place in enumerate(self._places) if place.left]
+        self._hands = [left[rank :: self._ranks.size] for rank in range(self._ranks.size)]
+        self._work = [sum(self._places[n].left for n in hand) for hand in self._hands]
+
+    @property
+    def _hand(self) -> list[int]:
+        return self._hands[self._ranks.rank] if self._hands else []
+
+    @property
+    def _current(self) -> int | None:
+        """The number of the part at which this process is at work."""
+        return next((number for number in self._hand if self._places[number].left), None)
 
     # --- work ---------------------------------------------------------------------------------
 
     def advance(self) -> dict[str, str]:
-        own = self._own_parts()
+        if not self._hands:
+            self._deal()
         self._rounds += 1
         self.width = sum(self._rounds <= units for units in self._work)
-        if not own:
+        number = self._current
+        if number is None:
             return {}
-        place = self._places[own[0]]
-        part = self._part = self._part or self._start_part(own[0])
+        place = self._places[number]
+        part = self._part = self._part or self._start_part(number)
         found: list[dict[str, Any]] = []
         shown = part.advance(place.done, found)
         place.done += 1
-        before = sum(other.units for other in self._places[: own[0]])
+        before = sum(other.units for other in self._places[:number])
         for record in found:
             record["iteration"] = before + record.get("iteration", place.done)
         place.records += found
         if not place.left:
             place.outcome, self._part = part.outcome(), None
-            own.pop(0)
         self._order_records()
         return shown
 
@@ -126,16 +129,6 @@ class Parts(Experiment):
     def _order_records(self) -> None:
         self.records = [record for place in self._places for record in place.records]
 
-    @property
-    def has_new_records(self) -> bool:
-        return any(len(place.records) > place.reported for place in self._places)
-
-    def new_records(self) -> list[dict[str, Any]]:
-        found = [record for place in self._places for record in place.records[place.reported :]]
-        for place in self._places:
-            place.reported = len(place.records)
-        return found
-
     # --- state --------------------------------------------------------------------------------
 
     def exchange(self) -> None:
@@ -147,25 +140,18 @@ class Parts(Experiment):
         for rank, data in enumerate(self._ranks.gather(buffer.getvalue())):
             if rank != self._ranks.rank:
                 known = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                for number, part in known.items():
-                    self._places[number].records = part["records"]
-                    self._set(number, part)
+                for number, place in known.items():
+                    self._places[number] = _Progress(**place)
         self._order_records()
 
     def _describe_part(self, number: int) -> dict[str, Any]:
-        place, state = self._places[number], self._places[number].state
-        if self._part is not None and self._own and self._own[0] == number:
-            state = self._part.state_dict()
-        known = {"done": place.done, "kept": place.outcome, "records": place.records}
-        return known | {"state": state}
-
-    def _set(self, number: int, known: dict[str, Any]) -> None:
-        place = self._places[number]
-        place.done, place.outcome, place.state = known["done"], known["kept"], known["state"]
+        place = vars(self._places[number])
+        if self._part is not None and number == self._current:
+            return place | {"state": self._part.state_dict()}
+        return dict(place)
 
     def state_dict(self) -> dict[str, Any]:
-        described = [self._describe_part(number) for number in range(len(self._places))]
-        parts = [known | {"records": len(known["records"])} for known in described]
+        parts = [self._describe_part(number) for number in range(len(self._places))]
         return {"source": self.source, "parts": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,11 +160,5 @@ class Parts(Experiment):
                 f"The run was on {state['source']}; here is {self.source}. Name the folder of its "
                 "data with --data."
             )
-        start = 0
-        for number, (place, known) in enumerate(zip(self._places, state["parts"], strict=True)):
-            if type(known["done"]) is not int or not 0 <= known["done"] <= place.units:
-                raise ValueError(f"{known['done']!r} of {place.units} {self.unit} are done")
-            self._set(number, known)
-            place.records = self.records[start : start + known["records"]]
-            place.reported = len(place.records)
-            start += known["records"]
+        self._places = [_Progress(**place) for place in state["parts"]]
+        self._order_records()

@@ -14,24 +14,20 @@ from innerloop.experiments.framework.run import Run
 class Bar:
     """Units done, values of the last unit, and the time left."""
 
-    def __init__(self, experiment: Any, run: Run, quiet: bool) -> None:
+    def __init__(self, experiment: Any, run: Run, hidden: bool) -> None:
         self._bar: Any = tqdm(
             total=experiment.total,
             initial=experiment.done,
             unit=f" {experiment.unit}",
-            disable=quiet,
+            disable=hidden,
             dynamic_ncols=True,
             smoothing=0.05,
         )
-        self._known = 0
-        last = [self._step(record) for record in experiment.records]
-        purged = last[-1] + 1 if last else 0
-        self._events = None if quiet else SummaryWriter(str(run.folder), purge_step=purged)
+        # Events that a killed process wrote after its last checkpoint are dropped.
+        known = max((record["iteration"] for record in experiment.records), default=-1)
+        self._events = None if hidden else SummaryWriter(str(run.folder), purge_step=known + 1)
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
         self._bar.close()
         if self._events is not None:
             self._events.close()
@@ -45,15 +41,9 @@ class Bar:
         if self._events is None:
             return
         for record in found:
-            step = self._step(record)
             for name, value in _scalars(record):
-                self._events.add_scalar(name, value, step)
+                self._events.add_scalar(name, value, record["iteration"])
         self._events.flush()
-
-    def _step(self, record: dict[str, Any]) -> int:
-        self._known += 1
-        found = record.get("iteration")
-        return found if type(found) is int else self._known
 
 
 def _scalars(values: Any, name: str = "") -> Iterator[tuple[str, float]]:

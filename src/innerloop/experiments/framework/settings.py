@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Collection, Mapping
@@ -20,7 +21,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    runtime_checkable,
 )
 
 import torch
@@ -28,7 +28,6 @@ import torch
 from innerloop.errors import InnerLoopError
 
 S = TypeVar("S", bound="Settings")
-LARGEST = 10**30
 
 
 def flag(name: str) -> str:
@@ -54,7 +53,6 @@ def refuse(
 # --- constraints in annotations -------------------------------------------------------------------
 
 
-@runtime_checkable
 class Constraint(Protocol):
     """A condition on one setting, written into its annotation."""
 
@@ -143,24 +141,23 @@ class Field(NamedTuple):
     optional: bool
     constraints: tuple[Constraint, ...]
     help: str
-    default: Any
 
     def check(self, value: Any) -> None:
         """Refuses a value that breaks a constraint. None is "not set"."""
         for constraint in self.constraints if value is not None else ():
             constraint.check(self.name, value)
 
-    def accepts(self, value: Any) -> bool:
-        """Tests the type of a value read from JSON."""
-        if value is None:
-            return self.optional
-        if type(value) is int and abs(value) > LARGEST:
-            return False
-        if self.kind is float:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        if self.kind is Path:
-            return type(value) is str and value != ""
-        return type(value) is self.kind
+    def from_json(self, value: Any) -> Any:
+        """The setting from a value of JSON. Refuses one of another type."""
+        if value is None and self.optional:
+            return None
+        accepted = {float: int | float, Path: str}.get(self.kind, self.kind)
+        if not isinstance(value, accepted):
+            raise InnerLoopError(
+                f"The configuration has {self.name} = {value!r}. Needed is a value of type "
+                f"{self.kind.__name__}. Correct it, or start a new run with another --out."
+            )
+        return Path(str(value)) if self.kind is Path else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +165,8 @@ class Settings:
     """Base of the settings of a run. Each field is also a flag."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    keep: Annotated[Count, "checkpoints to keep"] = dataclasses.field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         for field in fields(type(self)):
@@ -179,7 +178,7 @@ class Settings:
 
     @property
     def reads_data(self) -> bool:
-        """Whether a dataset is read from a folder."""
+        """True if a dataset is read from a folder."""
         return False
 
     @classmethod
@@ -196,13 +195,14 @@ class Settings:
         return cls(**{**cls.preset(preset, given), **given})
 
 
+@functools.cache
 def fields(settings: type[Settings]) -> list[Field]:
     """The settings in order."""
     hints = get_type_hints(settings, include_extras=True)
-    return [_field(f.name, hints[f.name], f.default) for f in dataclasses.fields(settings)]
+    return [_field(field.name, hints[field.name]) for field in dataclasses.fields(settings)]
 
 
-def _field(name: str, hint: Any, default: Any) -> Field:
+def _field(name: str, hint: Any) -> Field:
     notes: list[Any] = []
     optional = False
     while get_origin(hint) in (Annotated, Union, types.UnionType):
@@ -212,10 +212,10 @@ def _field(name: str, hint: Any, default: Any) -> Field:
         else:
             hint, _ = get_args(hint)  # X | None
             optional = True
-    constraints = tuple(note for note in notes if isinstance(note, Constraint))
+    constraints = tuple(note for note in notes if not isinstance(note, str))
     words = [note for note in notes if isinstance(note, str)]
     words += [str(note) for note in notes if isinstance(note, Choice)]
-    return Field(name, hint, optional, constraints, "; ".join(words), default)
+    return Field(name, hint, optional, constraints, "; ".join(words))
 
 
 def as_json(settings: Settings) -> dict[str, Any]:
@@ -227,27 +227,11 @@ def as_json(settings: Settings) -> dict[str, Any]:
 def from_json(settings: type[S], values: Mapping[str, Any]) -> S:
     """Settings as :func:`as_json` wrote them. Raises for anything else."""
     known = {field.name: field for field in fields(settings)}
-    made = {}
-    for name, value in values.items():
+    for name in values:
         if name not in known:
             near = nearest(name, known)
             raise InnerLoopError(
                 f"The configuration has {name!r}, which is not a setting."
                 + (f" Did you mean {near!r}?" if near else "")
             )
-        field = known[name]
-        if not field.accepts(value):
-            raise InnerLoopError(
-                f"The configuration has {name} = {value!r}, which is not {_KINDS[field.kind]}."
-            )
-        made[name] = Path(value) if field.kind is Path and value is not None else value
-    return settings(**made)
-
-
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    Path: "a path",
-    str: "a text",
-}
+    return settings(**{name: known[name].from_json(value) for name, value in values.items()})

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from innerloop.errors import InnerLoopError
 from innerloop.experiments.framework.command_line import WRONG, Parser, path
-from innerloop.experiments.report.figures import series
-from innerloop.experiments.report.page import page, printable
-from innerloop.experiments.report.runs import FoundRun, Remark, read_runs
+from innerloop.experiments.report.page import page
+from innerloop.experiments.report.runs import FoundRun, read_runs
 from innerloop.experiments.report.tables import NOTE, Table, appendix, average, table_1
 
 _WIDTH = 170
@@ -28,7 +27,7 @@ _WIDTH = 170
 def report(folders: Sequence[Path], out: Path | None) -> str:
     """The tables as text; the page goes to ``out`` if that is given.
 
-    Damaged runs are left out, each with a remark at the end of the text.
+    Runs that cannot be read are left out, each with a remark at the end of the text.
 
     >>> print(report([Path("no-such-folder")], None).splitlines()[-1])
     Remark: no-such-folder does not exist
@@ -39,31 +38,14 @@ def report(folders: Sequence[Path], out: Path | None) -> str:
 def _report(folders: Sequence[Path], out: Path | None) -> tuple[str, list[FoundRun]]:
     runs, remarks = read_runs(folders)
     ours = average(runs, remarks)
-    remarks += _remarks_on_settings(runs)
     tables = (table_1(ours), appendix(ours))
-    summary = _summary(runs)
+    finished = sum(run.result is not None for run in runs)
+    summary = f"{len(runs)} run{'s' * (len(runs) != 1)}, {finished} finished."
     if out is not None:
         _write(out, page(summary, tables, runs, remarks))
-    text = "\n".join(
-        [
-            *[_print_table(table) for table in tables],
-            NOTE,
-            summary,
-            *[printable(f"Remark: {remark.folder} {remark.text}") for remark in remarks],
-        ]
-    )
-    return text, runs
-
-
-def _remarks_on_settings(runs: Sequence[FoundRun]) -> list[Remark]:
-    failed = {run.folder: series(run)[1] for run in runs}
-    text = "has learned settings that are no numbers: "
-    return [Remark(folder, text + ", ".join(names)) for folder, names in failed.items() if names]
-
-
-def _summary(runs: Sequence[FoundRun]) -> str:
-    finished = sum(run.result is not None for run in runs)
-    return f"{len(runs)} run{'s' * (len(runs) != 1)}, {finished} finished."
+    lines = [*map(_print_table, tables), NOTE, summary]
+    lines += [f"Remark: {remark.folder} {remark.text}" for remark in remarks]
+    return "\n".join(lines), runs
 
 
 def _print_table(table: Table) -> str:
@@ -72,7 +54,7 @@ def _print_table(table: Table) -> str:
         # Narrow enough for a terminal; long names go on in the next line.
         shown.add_column(Text("\n".join(word.split())), overflow="fold")
     for row in table.rows:
-        shown.add_row(*[Text(printable(word)) for word in row])
+        shown.add_row(*[Text(word) for word in row])
     file = io.StringIO()
     Console(file=file, width=_WIDTH, color_system=None).print(shown)
     return file.getvalue()
@@ -104,7 +86,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     print(f"Page: {args.out}")
     return 0 if runs else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -30,19 +30,20 @@ def curves(runs: Sequence[FoundRun], name: str) -> str | None:
     drawn = [run for run in runs if run.records]
     if not drawn:
         return None
-    what = "iteration" if all(_counts(run.records, "iteration") for run in drawn) else "epoch"
     labels = sorted({with_optimizer(*run.setup[3:]) for run in drawn})
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8.4, 3.6), layout="constrained")
         axes = figure.subplots()
-        for label in labels:
-            colour = f"C{labels.index(label) % 10}"
-            axes.plot([], [], color=colour, label=_plain(label))
-            for run in drawn:
-                if with_optimizer(*run.setup[3:]) == label:
-                    axes.plot(*_curve(run, what), color=colour, marker=".", linewidth=1)
+        for number, label in enumerate(labels):
+            axes.plot([], [], color=f"C{number % 10}", label=label)
+        for run in drawn:
+            number = labels.index(with_optimizer(*run.setup[3:]))
+            shown = _thin(run.records)
+            x = [record["iteration"] for record in shown]
+            y = [100 * record["val_accuracy"] for record in shown]
+            axes.plot(x, y, color=f"C{number % 10}", marker=".", linewidth=1)
         axes.axhline(100 / runs[0].setup.way, color="grey", linestyle=":", label="chance")
-        axes.set(xlabel={"iteration": "meta-updates"}.get(what, what), ylabel="validation, %")
+        axes.set(xlabel="meta-updates", ylabel="validation, %")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         # Beside the curves: with many models it would hide some.
@@ -50,49 +51,21 @@ def curves(runs: Sequence[FoundRun], name: str) -> str | None:
         return _svg(figure, name)
 
 
-def _counts(records: list[dict[str, Any]], name: str) -> bool:
-    return all(type(r.get(name)) is int and abs(r[name]) < 1e9 for r in records)
-
-
-def _curve(run: FoundRun, what: str) -> tuple[list[int], list[float]]:
-    shown = _thin(run.records)
-    return [r[what] for r in shown], [100 * r["val_accuracy"] for r in shown]
-
-
 def _thin(records: list[Any]) -> list[Any]:
     return records[:: -(-len(records) // _POINTS)] if records else []
 
 
-def learned(run: FoundRun, name: str) -> dict[str, str]:
-    """Each learned setting over time."""
-    return {
-        setting: _learned_figure(epochs, _panels(values, setting), setting, f"{name}-{k}")
-        for k, (setting, (epochs, values)) in enumerate(series(run)[0].items())
-    }
-
-
-def series(run: FoundRun) -> tuple[dict[str, tuple[list[int], numpy.ndarray]], list[str]]:
-    """Epochs and values of each learned setting; and the names of those that are no numbers."""
-    found: dict[str, tuple[list[int], numpy.ndarray]] = {}
-    failed: list[str] = []
-    records = [r for r in _thin(run.records) if isinstance(r.get("learned"), dict)]
-    for setting in records[-1]["learned"] if records else ():
-        having = [r for r in records if setting in r["learned"]]
-        values = _numbers([r["learned"][setting] for r in having])
-        if values is None:
-            failed.append(setting)
-        else:
-            found[setting] = ([r["epoch"] for r in having], values)
-    return found, failed
-
-
-def _numbers(values: list[Any]) -> numpy.ndarray | None:
-    try:
-        found = numpy.array(values, dtype=float)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    usable = numpy.abs(found) < _LARGEST
-    return numpy.where(usable, found, numpy.nan) if usable.any() else None
+def learned_figures(run: FoundRun, name: str) -> dict[str, str]:
+    """Figures of each learned setting over time."""
+    records = _thin(run.records)
+    epochs = [record["epoch"] for record in records]
+    found = {}
+    for k, setting in enumerate(records[-1].get("learned", {}) if records else ()):
+        values = numpy.array([record["learned"][setting] for record in records], dtype=float)
+        # Runs that diverge have values that no axis can show.
+        values[~(numpy.abs(values) < _LARGEST)] = numpy.nan
+        found[setting] = _learned_figure(epochs, _panels(values, setting), setting, f"{name}-{k}")
+    return found
 
 
 def _panels(values: numpy.ndarray, name: str) -> numpy.ndarray:
@@ -112,7 +85,7 @@ def _learned_figure(epochs: list[int], panels: numpy.ndarray, setting: str, name
         figure = Figure(figsize=(max(5, 2.6 * count), 2.8), layout="constrained")
         alike = setting != "betas"  # the second one moves in thousandths
         panes = figure.subplots(1, count, sharey=alike, squeeze=False)[0]
-        panes[0].set_ylabel(_plain(setting))
+        panes[0].set_ylabel(setting)
         for k, axes in enumerate(panes):
             for line in shown:
                 colour = colormaps["viridis"](line / max(lines - 1, 1))
@@ -121,11 +94,6 @@ def _learned_figure(epochs: list[int], panels: numpy.ndarray, setting: str, name
             axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
             axes.grid(alpha=0.3)
         return _svg(figure, name)
-
-
-def _plain(text: str) -> str:
-    """Letters that every font has."""
-    return text[:60].encode("ascii", "backslashreplace").decode()
 
 
 def _svg(figure: Figure, name: str) -> str:

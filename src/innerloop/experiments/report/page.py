@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from innerloop.experiments.report import figures as _report_figures
+from innerloop.experiments.report import figures
 from innerloop.experiments.report.runs import FoundRun, Remark
 from innerloop.experiments.report.tables import NOTE, Table, with_optimizer
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
-class _Shown(NamedTuple):
+class _Section(NamedTuple):
     title: str
     outcome: str
     settings: Table
@@ -31,16 +31,14 @@ def page(
     remarks: Sequence[Remark],
 ) -> str:
     """The page's HTML. Everything that came from a run's folder is escaped."""
-    environment = Environment(
-        autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         summary=summary,
         note=NOTE,
         table_1=tables[0],
         appendix=tables[1],
         curves=_curves(runs),
-        runs=[_shown(run, number) for number, run in enumerate(runs)],
+        runs=[_section(run, number) for number, run in enumerate(runs)],
         remarks=remarks,
     )
 
@@ -49,23 +47,22 @@ def _curves(runs: Sequence[FoundRun]) -> list[tuple[str, Markup]]:
     cells = sorted({run.setup.cell for run in runs})
     found = []
     for k, cell in enumerate(cells):
-        svg = _report_figures.curves([r for r in runs if r.setup.cell == cell], f"curve{k}")
+        svg = figures.curves([r for r in runs if r.setup.cell == cell], f"curve{k}")
         if svg is not None:
             title = f"{cell.dataset}, {cell.way}-way {cell.shot}-shot; a line for each run"
             found.append((title, Markup(svg)))
     return found
 
 
-def _shown(run: FoundRun, number: int) -> _Shown:
-    figures = _report_figures.learned(run, f"run{number}")
+def _section(run: FoundRun, number: int) -> _Section:
     setup = run.setup
     title = f"{setup.dataset}, {setup.way}-way {setup.shot}-shot, {with_optimizer(*setup[3:])}"
     settings = [[name, json.dumps(value)] for name, value in run.config.items()]
-    return _Shown(
+    return _Section(
         f"{title}, seed {run.seed}",
         outcome(run),
         Table(str(run.folder), ["setting", "value"], settings),
-        {name: Markup(svg) for name, svg in figures.items()},
+        {name: Markup(svg) for name, svg in figures.learned_figures(run, f"run{number}").items()},
     )
 
 
@@ -80,22 +77,10 @@ def outcome(run: FoundRun) -> str:
             f"after epoch {last['epoch']}"
         )
     result = run.result
-    text = f"{100 * result.accuracy:.2f} %"
-    if result.interval is not None:
-        text += f" ± {100 * result.interval:.2f} (95 % interval over test tasks)"
+    text = f"{result} (95 % interval over test tasks)"
     if len(result.epochs) > 1:
         text += f", mean prediction of epochs {', '.join(map(str, result.epochs))}"
-    elif result.epochs:
+    else:
         text += f", from epoch {result.epochs[0]}"
-    if result.seconds is not None:
-        text += f"; {result.seconds / 60:.1f} minutes"
+    text += f"; {result.seconds / 60:.1f} minutes"
     return f"{text}; it {result.flaws}" if result.flaws else text
-
-
-def _printable(value: Any) -> Any:
-    return value if isinstance(value, Markup) else printable(str(value))
-
-
-def printable(text: str) -> str:
-    """Characters that steer a terminal or cannot be written become visible escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +19,6 @@ from innerloop.experiments.report.paper import (
 )
 from innerloop.experiments.report.runs import FoundRun, Remark
 
-_DATASETS = ("mini-imagenet", "omniglot")
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam"}
 NONE = "-"
 NOTE = (
@@ -90,9 +90,9 @@ def table_1(ours: dict[Setup, Mean]) -> Table:
     base = [ours.get(Setup(*cell, "vgg", "sgd")) for cell in CELLS]
     best = [_best(ours, cell) for cell in CELLS]
     rows = [
-        ["MAML++ (Antoniou et al.)", *[pair(*ANTONIOU[c]) for c in CELLS]],
-        ["MAML++ (paper's base)", *[pair(*BASE[c]) for c in CELLS]],
-        ["MAML++ (paper's best)", *[pair(*BEST[c]) for c in CELLS]],
+        ["MAML++ (Antoniou et al.)", *[plus_minus(*ANTONIOU[c]) for c in CELLS]],
+        ["MAML++ (paper's base)", *[plus_minus(*BASE[c]) for c in CELLS]],
+        ["MAML++ (paper's best)", *[plus_minus(*BEST[c]) for c in CELLS]],
         ["", *[with_optimizer(*BEST_SETUP[c]) for c in CELLS]],
         ["innerloop (base)", *map(_text, base)],
         ["  seeds", *map(_seeds, base)],
@@ -115,10 +115,12 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
     """The appendix's table: every row of the paper's and of ours, repeated words left out."""
     rows: list[list[str]] = []
     before: Sequence[object] = ()
-    for setup in sorted(APPENDIX.keys() | ours.keys(), key=_order):
+    known = ("mini-imagenet", "omniglot")  # others come last
+    for setup in sorted(APPENDIX.keys() | ours.keys(), key=lambda s: (s.dataset not in known, s)):
         theirs, mean = APPENDIX.get(setup), ours.get(setup)
         names = [*map(str, setup[:4]), optimizer(setup.inner_optim)]
-        same = _common_length(before, setup)
+        equal = (a == b for a, b in zip(before, setup[:4], strict=False))
+        same = len(list(itertools.takewhile(bool, equal)))
         rows.append(
             [
                 *[("" if k < same else name) for k, name in enumerate(names)],
@@ -134,31 +136,16 @@ def appendix(ours: dict[Setup, Mean]) -> Table:
     return Table("Full MAML++ model and inner optimizer sweep", head, rows)
 
 
-def _order(setup: Setup) -> tuple:
-    known = _DATASETS.index(setup.dataset) if setup.dataset in _DATASETS else len(_DATASETS)
-    return (known, *setup)
-
-
-def _common_length(before: Sequence[object], now: Sequence[object]) -> int:
-    """The number of equal entries at the start; the last one is always shown."""
-    same = 0
-    for a, b in zip(before[:4], now[:4], strict=False):
-        if a != b:
-            break
-        same += 1
-    return same
-
-
 def _two(mean: float, std: float | None, star: str = "") -> list[str]:
     return [f"{mean:.2f}{star}", NONE if std is None else f"{std:.2f}"]
 
 
-def pair(mean: float, std: float | None) -> str:
+def plus_minus(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
 def _text(mean: Mean | None) -> str:
-    return NONE if mean is None else pair(mean.mean, mean.std) + mean.star
+    return NONE if mean is None else plus_minus(mean.mean, mean.std) + mean.star
 
 
 def _seeds(mean: Mean | None) -> str:

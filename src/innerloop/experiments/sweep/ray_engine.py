@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from innerloop.errors import InnerLoopError
@@ -42,14 +41,14 @@ class Cluster(NamedTuple):
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def check(cluster: Cluster) -> None:
-    """Refuse what cannot run, before any work."""
+    """Refuses what cannot run, before any work."""
     Bounds(1).check("cpus_per_run", cluster.cpus_per_run)
     Bounds(0).check("gpus_per_run", cluster.gpus_per_run)
     Bounds(0).check("retries", cluster.retries)
@@ -68,9 +67,8 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
     """Each run as it ends: finished, failed or stopped."""
     import ray  # pyright: ignore[reportMissingImports]
 
-    # Twice, as connecting sets handlers of its own.
-    with stoppable() as early, _connect(ray, cluster), stoppable() as stop:
-        waiting = {} if early.asked else _submit(ray, each, cluster)
+    with _connect(ray, cluster), stoppable() as stop:
+        waiting = _submit(ray, each, cluster)
         until = None
         while waiting and (until is None or time.monotonic() < until):
             for one in ray.wait(list(waiting), timeout=_GLANCE)[0]:
@@ -80,8 +78,8 @@ def outcomes(each: Sequence[Job], cluster: Cluster) -> Iterator[tuple[Job, str]]
                 until = time.monotonic() + _GRACE
                 for one in waiting:
                     ray.cancel(one, recursive=False)  # a Ctrl-C in the worker
-        for job in each if early.asked else waiting.values():
-            yield job, "stopped"  # before it began, or by the end of the connection
+        for job in waiting.values():
+            yield job, "stopped"  # by the end of the connection
 
 
 def _submit(ray: Any, each: Sequence[Job], cluster: Cluster) -> dict[Any, Job]:
@@ -94,18 +92,16 @@ def _submit(ray: Any, each: Sequence[Job], cluster: Cluster) -> dict[Any, Job]:
     settings = {name: v for name, v in os.environ.items() if name.startswith("INNERLOOP_")}
     found = {}
     for job in each:
+        there = job._replace(folder=job.folder.absolute())
         named = trial.options(name=job.folder.name)
-        found[named.remote(str(job.folder.absolute()), job.flags, os.getcwd(), settings)] = job
+        found[named.remote(there, os.getcwd(), settings)] = job
     return found
 
 
-def _trial(folder: str, flags: list[str], place: str, settings: dict[str, str]) -> int:
-    """In a worker: begin the run, or go on with it."""
-    from innerloop.experiments.sweep.command import Job
-
+def _trial(job: Job, place: str, settings: dict[str, str]) -> int:
+    """In a worker: starts the run, or resumes it."""
     os.environ.update(settings)
     os.chdir(place)  # what is named relative to it is found
-    job = Job(Path(folder), flags)
     job.folder.mkdir(parents=True, exist_ok=True)
     with (
         open(job.log, "a") as log,
@@ -135,15 +131,15 @@ def _connect(ray: Any, cluster: Cluster) -> Iterator[None]:
     local = {"address": "local", "num_cpus": cores(), "include_dashboard": False}
     where = local if cluster.address is None else {"address": cluster.address}
     try:
-        _check_reached(cluster.address or "")
-        ray.init(**where, log_to_driver=False, logging_level="ERROR")
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        raise InnerLoopError(
-            f"--address {cluster.address or 'local'} cannot be reached: {error}. Start a cluster "
-            "with ray start --head, or leave --address out for one on this machine."
-        ) from error
-    try:
-        _say_if_too_large(ray, cluster)
+        try:
+            _check_reached(cluster.address or "")
+            ray.init(**where, log_to_driver=False, logging_level="ERROR")
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            raise InnerLoopError(
+                f"--address {cluster.address or 'local'} cannot be reached: {error}. Start a "
+                "cluster with ray start --head, or leave --address out for one on this machine."
+            ) from error
+        _warn_if_too_large(ray, cluster)
         yield
     finally:
         ray.shutdown()
@@ -156,7 +152,7 @@ def _check_reached(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _say_if_too_large(ray: Any, cluster: Cluster) -> None:
+def _warn_if_too_large(ray: Any, cluster: Cluster) -> None:
     """A cluster may grow, so it is no error."""
     need = {"CPU": cluster.cpus_per_run, "GPU": cluster.gpus_per_run}
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
