@@ -180,7 +180,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], str | None]] = {
     ),
     "mapping of settings": (
         lambda loop, train, state: loop.meta.opt.update(lr=torch.tensor(0.7, requires_grad=True)),
-        AGAIN,
+        None,
     ),
     "mapping of last weights": (
         lambda loop, train, state: state.params.update({"first.weight": torch.zeros(3, 2)}),

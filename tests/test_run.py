@@ -394,7 +394,9 @@ def test_a_checkpoint_does_not_lie_on_the_device_of_who_wrote_it(
     assert state is not None and state["number"].device.type == "cpu"
 
 
-def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:
+def test_the_last_policy_is_drawn_as_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a run of several seeds, whichever process had the last one."""
     config = maml_rl.Config(
         seeds=2, iterations=1, tasks=2, episodes=2, horizon=3, hidden=4, test_tasks=2
@@ -404,11 +406,16 @@ def test_the_last_policy_is_drawn_as_it_ended(tmp_path: Path) -> None:
     while training.done < training.total:
         training.advance()
         training.done += training.width
+    drawn: list[maml_rl.Learner] = []
+    monkeypatch.setattr(
+        maml_rl.figures, "draw_episodes", lambda learner: drawn.append(learner) or Figure()
+    )
+    training.draw(tmp_path, training.result())
     fresh = maml_rl.Learner(config, 1)
-    assert training.learner.seed == 1
+    assert drawn[0].seed == 1
     trained, start = (
         torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
-        for learner in (training.learner, fresh)
+        for learner in (drawn[0], fresh)
     )
     assert not torch.equal(trained, start)
 
