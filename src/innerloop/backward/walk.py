@@ -131,6 +131,8 @@ class Walk:
         self.segment: Segment | None = None
         """The steps that the descent begins with, if they have their graph already."""
         self.closed_over: list[Tensor] = []
+        self.observer: closures.Observer | None = None
+        """Sees the steps of the first climb."""
         with torch.no_grad(), self.autocast.restored():
             final = self._climb(ahead)
         self.final_state, self.final = final, _tree.leaves(final)
@@ -140,18 +142,20 @@ class Walk:
 
     def _climb(self, ahead: bool) -> Any:
         """Keep what the order keeps before its first reversal, and go on to the last state."""
-        observer = closures.Observer()
-        step = self.step.observed(observer.look)
-        reverse, working = self._advance_to_reversal(step, observer)
+        observer = self.observer = closures.Observer()
+        self.observed = self.step.observed(observer.look)
+        self.later = self.observed.continued(())
+        reverse, working = self._advance_to_reversal()
         self.pending: tuple[Reverse, Kept] | None = (reverse, working)
         if ahead:
             final = self._climb_with_graph(reverse, working, observer)
         else:
-            final = self._take(step, working, Advance(*reverse), observer).state
+            final = self._take(working, Advance(*reverse)).state
         now = Randomness(self.devices, self.first.randomness)
         self.is_random = now.cpu is not self.first.randomness.cpu or bool(self.devices)
         self.closed_over = list(observer.found.values())
         self.callers.add(self.closed_over)
+        self.observer, self.later = None, self.step.continued(())
         return final
 
     def _climb_with_graph(
@@ -181,15 +185,13 @@ class Walk:
     def _own_pairs(self) -> list[tuple[Any, Any]]:
         return list(zip(_tree.leaves(self.first.state), self.start, strict=True))
 
-    def _advance_to_reversal(
-        self, step: Step, observer: closures.Observer | None
-    ) -> tuple[Reverse, Kept]:
+    def _advance_to_reversal(self) -> tuple[Reverse, Kept]:
         self.actions = self.order()
         working = self.first
         for action in self.actions:
             if isinstance(action, Reverse):
                 return action, working
-            working = self._move(step, working, action, observer)
+            working = self._move(working, action)
         raise AssertionError("an order without a reversal")
 
     def _restore(self, working: Kept) -> None:
@@ -197,9 +199,7 @@ class Walk:
         if self.is_random:
             working.randomness.set()
 
-    def _move(
-        self, step: Step, working: Kept, action: Action, observer: closures.Observer | None = None
-    ) -> Kept:
+    def _move(self, working: Kept, action: Action) -> Kept:
         if isinstance(action, Keep):
             self.kept[action.at] = working
         elif isinstance(action, Drop):
@@ -207,18 +207,17 @@ class Walk:
         elif isinstance(action, Load):
             working = self.kept[action.at]
         elif isinstance(action, Advance):
-            if observer is None:
+            if self.observer is None:
                 self._restore(working)
-            working = self._take(step, working, action, observer)
+            working = self._take(working, action)
         return working
 
-    def _take(
-        self, step: Step, working: Kept, action: Advance, observer: closures.Observer | None
-    ) -> Kept:
+    def _take(self, working: Kept, action: Advance) -> Kept:
         """Take steps without a graph; the first time, an observer sees what they close over."""
-        state = working.state
+        state, observer = working.state, self.observer
         for j in range(*action):
             batch = self._batch(j)
+            step = self.observed if j == 0 and observer is not None else self.later
             state, out = step(state, self.plain_meta, _tree.map(cut, batch))
             if observer is not None:
                 observer.settle()
@@ -292,7 +291,7 @@ class Walk:
         if self.pending is None:
             # An earlier backward has used up what was kept: climb again.
             with torch.no_grad():
-                self.pending = self._advance_to_reversal(self.step, None)
+                self.pending = self._advance_to_reversal()
         pending, self.pending = self.pending, None
         yield pending
         del pending
@@ -302,7 +301,7 @@ class Walk:
                 yield action, working
             else:
                 with torch.no_grad():
-                    working = self._move(self.step, working, action)
+                    working = self._move(working, action)
 
     def _reverse(
         self, reverse: Reverse, working: Kept, above: Grads, shown: Sequence[Tensor | None] | None

@@ -13,10 +13,11 @@ from innerloop.eager.optimizer import DifferentiableOptimizer
 from innerloop.optim.blocks import OptState, state_by_parameter
 from innerloop.optim.convert import family_of, known_base, write_state
 from innerloop.optim.family import Family
-from innerloop.optim.rule import Rule, step
+from innerloop.optim.rule import Rule, check_step, step
 from innerloop.optim.settings import (
     check_name,
     check_value,
+    of_each_parameter,
     per_group,
     plain_settings,
     write_settings,
@@ -61,7 +62,9 @@ class RuleOptimizer(DifferentiableOptimizer):
             warm = tuple(self.family.read(dict(slots)) for slots in self._flat_state())
             rule = Rule(self.family, tuple(self.param_groups), tuple(sizes), warm)
             self._packed, self._open = rule.init(params), None
-        new, self._packed = step(self.family, self.param_groups, sizes, params, grads, self._packed)
+        check_step(self.family, params, grads, self._packed)
+        settings = of_each_parameter(self.family, self.param_groups, sizes, params)
+        new, self._packed = step(self.family, settings, params, grads, self._packed)
         start = 0
         for group, size in zip(self.param_groups, sizes, strict=True):
             group["params"] = new[start : start + size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from innerloop.optim.blocks import (
 from innerloop.optim.convert import write_state
 from innerloop.optim.family import Elsewhere, Family, Group, Packed, Slots
 from innerloop.optim.settings import (
+    are_numbers,
     merge_settings,
     of_block,
     of_each_parameter,
@@ -118,24 +120,31 @@ class Rule:
         hyper: Mapping[str, Any] | None = None,
         *,
         evaluate: Evaluate | None = None,
+        checked: bool = False,
     ) -> tuple[Any, OptState]:
         """One step: the new parameters and the new state. Nothing is written in place.
 
         A gradient of ``None`` leaves its parameter and its state as they are. ``evaluate(params)``
-        gives the loss and the gradients at other weights, for LBFGS.
+        gives the loss and the gradients at other weights, for LBFGS. ``checked`` says that
+        parameters, gradients and state are like those of an earlier step.
         """
         leaves = self._leaves(params)
         grad_leaves = self._align(params, grads, "gradients")
-        sizes = self._sizes(leaves)
-        groups: Sequence[Group] = self.groups
-        if hyper:
-            shapes = _by_group([leaf.shape for leaf in leaves], sizes)
-            groups = merge_settings(self.family, groups, shapes, hyper)
+        if not checked:
+            check_step(self.family, leaves, grad_leaves, state)
+        settings = None if hyper else self._numbers
+        if settings is None or not checked:
+            sizes = self._sizes(leaves)
+            groups: Sequence[Group] = self.groups
+            if hyper:
+                shapes = _by_group([leaf.shape for leaf in leaves], sizes)
+                groups = merge_settings(self.family, groups, shapes, hyper)
+            settings = of_each_parameter(self.family, groups, sizes, leaves)
         elsewhere = None
         if evaluate is not None:
             elsewhere = self._evaluation_of_packed(evaluate, params, leaves)
         try:
-            new, new_state = step(self.family, groups, sizes, leaves, grad_leaves, state, elsewhere)
+            new, new_state = step(self.family, settings, leaves, grad_leaves, state, elsewhere)
         except KeyError as error:
             raise refusals.wrong_state(self.family.name, f"it has no {error}") from error
         return self._rebuild(params, new), new_state
@@ -152,6 +161,14 @@ class Rule:
             )
 
         return Elsewhere(at, getattr(evaluate, "here", None))
+
+    @functools.cached_property
+    def _numbers(self) -> list[Group] | None:
+        """The settings of each parameter where all are numbers, which are so at every step."""
+        if self.sizes is None or not all(are_numbers(self.family, group) for group in self.groups):
+            return None
+        pairs = zip(self.groups, self.sizes, strict=True)
+        return [group for group, size in pairs for _ in range(size)]
 
     def write_to(
         self,
@@ -229,16 +246,13 @@ def _by_group(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
 
 def step(
     family: Family,
-    groups: Sequence[Group],
-    sizes: Sequence[int],
+    settings: Sequence[Group],
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     state: OptState,
     evaluate: Elsewhere | None = None,
 ) -> tuple[list[Tensor], OptState]:
-    """One update of all parameters, with the settings of ``groups``."""
-    _check(family, params, grads, state)
-    settings = of_each_parameter(family, groups, sizes, params)
+    """One update of all parameters, with the settings of each."""
     if family.update_each is not None:
         updated = family.update_each(params, grads, settings)
         if updated is not None:
@@ -268,12 +282,13 @@ def step(
     return new, tuple(new_state)
 
 
-def _check(
+def check_step(
     family: Family,
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     state: OptState | None,
 ) -> None:
+    """Refuses gradients or a state of other parameters."""
     for param, grad in zip(params, grads, strict=True):
         if grad is None:
             continue

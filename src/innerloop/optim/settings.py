@@ -152,6 +152,15 @@ def _is_shared(family: Family, group: Group, device: torch.device) -> bool:
     return True
 
 
+def are_numbers(family: Family, group: Group) -> bool:
+    """Tests whether no setting of a group is a tensor."""
+    for name, arity in family.settings.items():
+        parts = (group[name],) if arity == 1 else group[name]
+        if not all([type(part) in _NUMBERS for part in parts]):
+            return False
+    return True
+
+
 _CPU = torch.device("cpu")
 
 

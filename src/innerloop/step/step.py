@@ -100,12 +100,13 @@ class InnerStep(Step):
             grads = self.gradients(found.total, sources, follow, since)
         if self.look is not None:
             self.look(_tree.tensors(found.out), sources.values())
-        by_name = self.pull_to_anchor(grads, named, meta)
-        if len(by_name) < len(named):
-            by_name = dict.fromkeys(named) | by_name
+        if self.proximal:
+            grads = self.pull_to_anchor(grads, named, meta)
+        if len(grads) < len(named):
+            grads = dict.fromkeys(named) | grads
         state = State(state.params, found.buffers, state.opt, state.time)
         with torch.set_grad_enabled(tracked or self.look is not None):
-            new = self.update(state, meta, by_name, found, batch)
+            new = self.update(state, meta, grads, found, batch)
         if self.look is not None:
             # The update was given tensors without a graph: one with a graph comes from outside.
             connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
@@ -199,7 +200,9 @@ class InnerStep(Step):
         total = value if value.dim() == 0 else value.sum()
         if not total.requires_grad:
             raise arguments.no_graph()
-        return Evaluation(total, out, self._keep_buffers(state.buffers, buffers, asked))
+        if buffers:
+            buffers = self._keep_buffers(state.buffers, buffers, asked)
+        return Evaluation(total, out, buffers or state.buffers)
 
     def _evaluate_one(self, params: Any, buffers: Buffers, meta: Meta, batch: Any) -> Any:
         loss, extra = self.loss, (meta.loss,) if meta.loss else ()
@@ -207,7 +210,7 @@ class InnerStep(Step):
             loss, extra = self.loss_model.bind(meta.loss, buffers_of("loss", buffers)), ()
         model = params
         if self.model is not None:
-            model = self.model.bind(params, buffers_of("", buffers))
+            model = self.model.bind(params, buffers_of("", buffers) if buffers else None)
         before = self._buffers_in(model, loss)
         out = loss(model, batch, *extra)
         after = self._buffers_in(model, loss) if before else before
@@ -215,7 +218,7 @@ class InnerStep(Step):
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():
             value = arguments.check_loss(value)
         found = (value, *out[1:]) if isinstance(out, tuple) else value
-        return value, found, _changed(before, after)
+        return value, found, _changed(before, after) if before else {}
 
     def _buffers_in(self, model: Any, loss: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -228,8 +231,6 @@ class InnerStep(Step):
 
     def _keep_buffers(self, old: Buffers, new: Buffers, asked: bool) -> Buffers:
         """The buffers after a forward, without a graph."""
-        if not new:
-            return old
         kept = dict(old)
         for name, buffer in new.items():
             if buffer.requires_grad and asked:
@@ -305,8 +306,9 @@ class InnerStep(Step):
 
             with full_precision(found.total.device):
                 params, opt, buffers = self.over(one, state.params, grads, state.opt, state.buffers)
-        kept = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
-        return State(params, kept, opt, state.time + 1)
+        if buffers:
+            buffers = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
+        return State(params, buffers or state.buffers, opt, state.time + 1)
 
     def _update_one(
         self,
@@ -317,11 +319,14 @@ class InnerStep(Step):
         meta: Meta,
         time: int,
     ) -> Any:
-        grads = self.transform(grads)
+        if self.grad_transform is not None:
+            grads = self.transform(grads)
         if self.rule_model is not None:
             return self._update_learned(self.rule_model, params, grads, opt, buffers, meta)
         hyper = self.settings_at(meta, time)
-        return *self.rule.update(params, self._nest(params, grads), opt, hyper), {}
+        known = self.shared is not None and self.grad_transform is None
+        check = {} if not known else {"checked": True}
+        return *self.rule.update(params, self._nest(params, grads), opt, hyper, **check), {}
 
     def settings_at(self, meta: Meta, time: int) -> Mapping[str, Any]:
         """The optimizer's settings for one step."""
