@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils._pytree import tree_flatten as flatten
+from torch.utils._pytree import tree_map as map_together
 from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "has_tangents",
     "leaves",
     "map",
+    "map_together",
     "opaque",
     "tensors",
     "unflatten",

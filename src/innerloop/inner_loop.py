@@ -169,7 +169,7 @@ class InnerLoop(nn.Module):
             if wrap is not None:
                 run = dataclasses.replace(run, step=wrap(run.step))
             ended = way.run(self._several(run, batches, val, self._value))
-            self._keep(lambda: [state for state, _ in ended.each])
+            self._keep(lambda: [state for state, _ in ended.each()])
             assert ended.losses is not None
             return self._check_losses(ended.losses, ended.weights)
         run, state, _ = self._single(train, wrap=wrap)
@@ -192,8 +192,8 @@ class InnerLoop(nn.Module):
         batches = list(as_batches(train))
         run = dataclasses.replace(self.prepared(len(batches), False), own=True)
         ended = way.run(self._several(run, batches, None, None))
-        self._keep(lambda: [state for state, _ in ended.each])
-        return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
+        self._keep(lambda: [state for state, _ in ended.each()])
+        return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each()])
 
     def compile(  # type: ignore[override]
         self,

@@ -69,12 +69,11 @@ def stacked(trees: list[Any], is_leaf: Any = None, shared: bool = False) -> Any:
 
     With ``shared`` it is the same in all tasks, and stays one.
     """
-    flat = [_tree.flatten(tree, is_leaf) for tree in trees]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [
-        torch.stack(list(c))
-        if isinstance(c[0], Tensor)
-        else (c[0] if c[0] is None or shared else list(c))
-        for c in columns
-    ]
-    return _tree.unflatten(leaves, flat[0][1])
+
+    def join(*column: Any) -> Any:
+        first = column[0]
+        if isinstance(first, Tensor):
+            return torch.stack(column)
+        return first if first is None or shared else list(column)
+
+    return _tree.map_together(join, *trees, is_leaf=is_leaf)
