@@ -99,14 +99,13 @@ class Adapted:
 
     def _check_optimizer(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:
         own, kind = self._rule, type(optimizer)
-        good = isinstance(own, Rule) and isinstance(optimizer, torch.optim.Optimizer)
-        if good:
-            good = family_of(kind, FAMILIES) is own.family
+        same = isinstance(own, Rule) and isinstance(optimizer, torch.optim.Optimizer)
+        if same and family_of(kind, FAMILIES) is own.family:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            expected = [targets[name] for name in own.names or ()]
-            good = good and len(params) == len(expected)
-            good = good and all(a is b for a, b in zip(params, expected, strict=True))
-        if not good:
+            same = list(map(id, params)) == [id(targets[name]) for name in own.names or ()]
+        else:
+            same = False
+        if not same:
             name = own.family.name if isinstance(own, Rule) else type(own).__name__
             shown = optimizer.__name__ if isinstance(optimizer, type) else kind.__name__
             raise InnerLoopError(

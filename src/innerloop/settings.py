@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim import Rule
-from innerloop.optim.settings import check_name
+from innerloop.guard import refusals
+from innerloop.optim import Rule, from_torch
+from innerloop.optim.blocks import plain_settings, write_settings
+from innerloop.optim.settings import check_name, merged
+from innerloop.step.schedules import Factors, follows, rebase
 
 _PER = ("group", "parameter", "element", "step")
 _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -90,16 +95,22 @@ class Learn:
         return raw if self.transform is None else self._pair[0](raw)
 
     def inverse(self, name: str, value: Tensor) -> Tensor:
-        """The learned number, given the setting."""
-        raw: Any = value if self.transform is None else self._pair[1](value)
-        numbers = self.transform is None or not isinstance(raw, Tensor)
-        back: Any = raw if numbers else self._pair[0](raw)
-        wrong = _unlike(raw, back, value)
-        if wrong is not None:
+        """The learned number, given the setting; refuses one that does not lead back to it."""
+        if self.transform is None:
+            return value
+        forward, inverse = self._pair
+        raw = inverse(value)
+        back = forward(raw) if isinstance(raw, Tensor) else raw
+        wrong = value.reshape(-1)
+        if all(isinstance(t, Tensor) and t.shape == value.shape for t in (raw, back)):
+            tolerance = 1e-4 if value.dtype == torch.float32 else 1e-8
+            same = torch.isclose(back, value.to(back.dtype), rtol=tolerance, atol=1e-12)
+            wrong = wrong[~(same & raw.isfinite()).reshape(-1)]
+        if wrong.numel():
             raise InnerLoopError(
                 four_part(
                     f"You learn {name!r} with transform={self.transform!r}, and the optimizer has "
-                    f"the value {wrong:g}.",
+                    f"the value {wrong[0].item():g}.",
                     "a value inside the transform's range, and an inverse that belongs to it.",
                     "the transform does not map the inverse of this value back to it.",
                     f"torch.optim...(..., {name}=...) with a value inside, or another transform.",
@@ -112,17 +123,6 @@ class Learn:
         if isinstance(self.transform, str):
             return _TRANSFORMS[self.transform]
         return self.transform
-
-
-def _unlike(raw: Any, back: Any, value: Tensor) -> float | None:
-    """A component that a transform does not map back to itself, if there is one."""
-    flat = value.reshape(-1)
-    if not all(isinstance(t, Tensor) and t.shape == value.shape for t in (raw, back)):
-        return flat[0].item()
-    tolerance = 1e-4 if value.dtype == torch.float32 else 1e-8
-    same = torch.isclose(back, value.to(back.dtype), rtol=tolerance, atol=1e-12)
-    wrong = flat[~(same & torch.isfinite(raw)).reshape(-1)]
-    return wrong[0].item() if wrong.numel() else None
 
 
 def check_steps(how: Mapping[str, Learn], steps: int) -> None:
@@ -185,8 +185,7 @@ def learned_parameters(
 
 
 def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Tensor:
-    parts = value if isinstance(value, list | tuple) else (value,)
-    if any(part is None for part in parts):
+    if value is None or (isinstance(value, tuple) and None in value):
         raise InnerLoopError(
             four_part(
                 f"You learn {name!r}, and {rule.family.name} has {value!r} there.",
@@ -195,13 +194,8 @@ def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Te
                 f"torch.optim.{rule.family.name}(..., {name}=...) with numbers.",
             )
         )
-    dtype = torch.float32
-    for param in params:
-        real = param.real.dtype if param.is_complex() else param.dtype
-        dtype = torch.promote_types(dtype, real)
-    single = not isinstance(value, list | tuple)
-    numbers = [float(part) for part in parts]
-    return torch.tensor(numbers[0] if single else numbers, dtype=dtype)
+    dtypes = [p.real.dtype for p in params]
+    return torch.tensor(value, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def _initial(
@@ -276,3 +270,44 @@ class StepSettings:
         every = {**self.rule.hyper, **hyper}
         listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
         return self.factors.apply(listed, self.learned, opt, time)
+
+
+def write_learned(
+    learned: Mapping[str, Learn],
+    values: Mapping[str, Any],
+    own: torch.optim.Optimizer,
+    target: torch.optim.Optimizer,
+    schedule: Any,
+    base: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Put the values of learned settings into ``target``, an optimizer with the groups of ``own``.
+
+    ``base`` are the settings that the learned ones started from, and the result is what they start
+    from afterwards, as a schedule moves them in proportion.
+    """
+    for name, learn in learned.items():
+        if learn.steps is not None:
+            raise refusals.one_value_per_step(name)
+    rule, expected = from_torch(target), from_torch(own)
+    if rule.family is not expected.family or rule.sizes != expected.sizes:
+        raise refusals.other_groups(expected, rule)
+    shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
+
+    def numbers(factors: Factors | None) -> list[dict[str, Any]]:
+        hyper = StepSettings(rule, learned, factors)(values, 0)
+        plain = plain_settings(rule.family, merged(rule.family, rule.groups, shapes, hyper))
+        return [{name: group[name] for name in learned} for group in plain]
+
+    start = numbers(None)
+    now = start
+    if isinstance(schedule, LRScheduler):
+        now = numbers(Factors(schedule, base))
+        if target is not own:
+            # Its rates at this moment; the scheduler is that of the loop's own optimizer.
+            write_settings(target, now)
+            return base
+        if not follows(schedule, base, start):
+            raise refusals.scheduler_with_own_numbers(schedule)
+        rebase(schedule, base, start)
+    write_settings(target, now)
+    return [{**old, **new} for old, new in zip(base, start, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -80,7 +81,9 @@ def situation(tasks: Any) -> tuple[Any, ...]:
 
 
 def active_here() -> str:
-    """A mode of torch, or hooks for saved tensors, active in this thread and in no other."""
+    """A mode of torch that is active in this thread and in no other, or ``""``."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     if modes:
         return type(modes[-1]).__name__
