@@ -530,6 +530,16 @@ def test_tasks_in_threads_inside_a_task_in_a_thread():
     subprocess.run([sys.executable, "-c", NESTED], check=True, timeout=40)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_forward_mode_derivatives_do_not_end_silently():
+    inner, train, (x, y) = built()
+    with torch.autograd.forward_ad.dual_level():
+        val = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), y
+        with pytest.warns(UserWarning, match="forward-mode"):
+            losses = inner(train, val, tasks=two())
+        assert (torch.autograd.forward_ad.unpack_dual(losses).tangent != 0).all()
+
+
 def test_draws_after_which_the_random_state_is_put_back():
     """The state afterwards tells nothing."""
     inner, train, val = built(loss=seeding)

@@ -41,7 +41,7 @@ class auto(Way):
     trials: tuple[Trial, ...] = ()
 
     def run(self, tasks: Any, warn: bool = True) -> Ended:
-        asked = tasks.value is not None and torch.is_grad_enabled() and tasks.inputs
+        asked = torch.is_grad_enabled() and tasks.inputs
         if self.chosen is None and tasks.count > 1 and asked:
             self._choose(tasks)
         return (self.chosen or loop()).run(tasks, warn)
@@ -87,11 +87,11 @@ def _try(way: Way, tasks: Any, expected: list[Tensor]) -> Trial | None:
             before, draws, start = Randomness(()), Draws(), time.perf_counter()
             try:
                 losses = way.attempt(tasks).losses
-                if not losses.requires_grad:  # type: ignore[union-attr]
+                if losses is None or not losses.requires_grad:
                     return None
                 # What was computed before the call has to outlast the trials.
                 grads = torch.autograd.grad(
-                    losses.sum(),  # type: ignore[union-attr]
+                    losses.sum(),
                     tasks.inputs,
                     retain_graph=True,
                     materialize_grads=True,
