@@ -37,7 +37,7 @@ REGISTER = "torch.utils._pytree.register_dataclass"
 
 
 def differentiable(value: Any) -> bool:
-    """Whether a leaf can have a derivative: a tensor of real or complex numbers."""
+    """True if a leaf can have a derivative: a tensor of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -101,7 +101,7 @@ def detach(value: Any) -> Any:
 
 
 def has_tangents(*trees: Any) -> bool:
-    """Whether forward-mode derivatives are being taken with respect to any of the tensors."""
+    """True if forward-mode derivatives are being taken with respect to any of the tensors."""
     if forward_ad._current_level < 0:
         return False
     leaves = [leaf for leaf in flatten(trees)[0] if differentiable(leaf)]

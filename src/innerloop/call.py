@@ -15,7 +15,7 @@ from innerloop.backward import Backward
 from innerloop.modules.replica import Template
 from innerloop.step.state import Meta, State, buffers_of
 from innerloop.step.step import InnerStep
-from innerloop.tasks.axis import of_task, sliced, spread, stacked
+from innerloop.tasks.axis import slice_batches, slice_task, spread, stack_tasks
 from innerloop.tasks.batched import batched
 from innerloop.unroll import unroll
 
@@ -24,7 +24,7 @@ Value = Callable[[Any, Any, Any], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class Call:
     """One call of an :class:`InnerLoop`, as plain data: a step, where it starts, and φ."""
 
     step: InnerStep
@@ -73,7 +73,7 @@ class Prepared:
 class TaskRun:
     """One call with several tasks: training and, if asked for, a measurement of each."""
 
-    prepared: Prepared
+    call: Call
     batches: Sequence[Any]
     val: Any
     count: int
@@ -81,51 +81,41 @@ class TaskRun:
     carried: Sequence[State] | None = None
 
     def one(
-        self, task: int, of: Callable[[Any], Any] | None = None
+        self, task: int, stand_in: Callable[[Any], Any] = lambda leaf: leaf
     ) -> tuple[State, Any, Tensor | None]:
-        """The final state, the outputs and the loss of one task.
-
-        ``of`` gives what is to be used in the place of a leaf.
-        """
-        run, batches, val = self.prepared, self.batches, self.val
-        run = dataclasses.replace(run, backward=run.backward.for_tasks(self.count))
-        if of is not None:
-            state, meta = _tree.map(of, (run.state, run.meta))
-            run = dataclasses.replace(run, state=state, meta=meta)
-            distinct = {id(batch): _tree.map(of, batch) for batch in batches}
-            batches, val = [distinct[id(batch)] for batch in batches], _tree.map(of, val)
-        start = None if self.carried is None else self.carried[task]
-        state, outs = run.train(of_task(batches, task), start)
+        """The final state, the outputs and the loss of one task, with stand-ins for all leaves."""
+        state, meta = _tree.map(stand_in, (self.call.state, self.call.meta))
+        backward = self.call.backward.for_tasks(self.count)
+        call = dataclasses.replace(self.call, state=state, meta=meta, backward=backward)
+        carried = None if self.carried is None else self.carried[task]
+        state, outs = call.train(slice_batches(self.batches, task, stand_in), carried)
         if self.value is None:
             return state, outs, None
-        return state, outs, run.measure(self.value, state, sliced(val, task))
+        return state, outs, call.measure(self.value, state, slice_task(self.val, task, stand_in))
 
     def without_writes(self, buffers: frozenset[str]) -> TaskRun:
         """The same with buffers that stay as they are."""
-        step = dataclasses.replace(self.prepared.step, constant_buffers=buffers)
-        return dataclasses.replace(self, prepared=dataclasses.replace(self.prepared, step=step))
+        step = dataclasses.replace(self.call.step, constant_buffers=buffers)
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, step=step))
 
     def together(self) -> tuple[State, Any, Tensor | None]:
         """The same for all tasks at once; everything has a leading task axis."""
-        run = dataclasses.replace(
-            self.prepared,
-            step=batched(self.prepared.step),
-            state=spread(self.prepared.state, self.count),
-        )
-        carried = None if self.carried is None else stacked(list(self.carried), shared=True)
-        state, outs = run.train(self.batches, carried)
+        state = spread(self.call.state, self.count)
+        call = dataclasses.replace(self.call, step=batched(self.call.step), state=state)
+        carried = None if self.carried is None else stack_tasks(list(self.carried), shared=True)
+        state, outs = call.train(self.batches, carried)
         outs = _tree.map(lambda v: v.transpose(0, 1) if isinstance(v, Tensor) else v, outs)
-        losses = None if self.value is None else run.measure(self.value, state, self.val)
+        losses = None if self.value is None else call.measure(self.value, state, self.val)
         return state, outs, losses
 
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that require grad, each once."""
         distinct = {id(batch): batch for batch in (*self.batches, self.val)}
-        leaves = _tree.tensors((self.prepared.state, self.prepared.meta, list(distinct.values())))
+        leaves = _tree.tensors((self.call.state, self.call.meta, list(distinct.values())))
         return list({id(t): t for t in leaves if t.requires_grad}.values())
 
     @property
     def device(self) -> torch.device:
-        params = self.prepared.state.params.values()
+        params = self.call.state.params.values()
         return next((t.device for t in params), torch.device("cpu"))

@@ -15,7 +15,7 @@ from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.backward.strategy import cut
-from innerloop.call import Prepared, TaskRun, Value
+from innerloop.call import Call, TaskRun, Value
 from innerloop.compile import Compiler, opaque
 from innerloop.errors import InnerLoopError
 from innerloop.guard import refusals
@@ -37,8 +37,8 @@ from innerloop.settings import (
     StepSettings,
     check_steps,
     learned_parameters,
-    natural,
-    parsed,
+    natural_values,
+    parse_learn,
     write_learned,
 )
 from innerloop.step.schedules import Factors, check_schedule, start_values
@@ -108,7 +108,7 @@ class InnerLoop(nn.Module):
         check_parts(model, optimizer, loss)
         check_callable("val_loss", val_loss)
         check_callable("grad_transform", grad_transform)
-        self.learn_init, self.learned = parsed(learn)
+        self.learn_init, self.learned = parse_learn(learn)
         self.backward = check_strategy(Tape() if backward is None else backward)
         self.first_order = first_order
         template = functional(model).template()
@@ -177,8 +177,8 @@ class InnerLoop(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.adapt([_usable(batch) for batch in as_batches(train)], tasks=tasks)
         way = self._way(tasks)
-        run, ended = self._run(train, None, way, None)
-        each = [run.adapted(state, outs) for state, outs in ended.each()]
+        call, ended = self._run(train, None, way, None)
+        each = [call.adapted(state, outs) for state, outs in ended.each()]
         return each[0] if way is None else AdaptedTasks(each)
 
     def compile(  # type: ignore[override]
@@ -225,25 +225,25 @@ class InnerLoop(nn.Module):
 
     def _run(
         self, train: Any, val: Any, way: Way | None, value: Value | None, wrap: Wrap | None = None
-    ) -> tuple[Prepared, Ended]:
+    ) -> tuple[Call, Ended]:
         """Training of one task or of several, and their measurement if there is a ``value``."""
         batches = as_batches(train)
-        run = self.prepared(len(batches), way is None)
+        call = self.prepare(len(batches), way is None)
         if wrap is not None:
-            run = dataclasses.replace(run, step=wrap(run.step))
+            call = dataclasses.replace(call, step=wrap(call.step))
         if way is None:
-            state, outs = run.train(batches, self._carried_on(True).get(_ALONE))
-            loss = None if value is None else run.measure(value, state, val)
+            state, outs = call.train(batches, self._carried_on(True).get(_ALONE))
+            loss = None if value is None else call.measure(value, state, val)
             ended = Ended(loss, list(state.params.values()), lambda: [(state, outs)])
         else:
             batches = list(batches)
             tasks = axis.count(batches, val)
-            ended = way.run(TaskRun(run, batches, val, tasks, value, self._states_of(tasks)))
+            ended = way.run(TaskRun(call, batches, val, tasks, value, self._states_of(tasks)))
         if isinstance(self.backward, Truncated) and self.backward.carry:
             states = [state for state, _ in ended.each()]
             now = dict(enumerate(states, _ALONE if way is None else 0))
             self._carried = {**(self._carried or {}), **_tree.map(cut, now)}
-        return run, ended
+        return call, ended
 
     def _carried_on(self, alone: bool) -> dict[int, State]:
         """The states that a run starts from, by task, if it is under way."""
@@ -261,7 +261,7 @@ class InnerLoop(nn.Module):
     def hyper(self) -> dict[str, Any]:
         """The learned settings in their own units, without a graph."""
         with torch.no_grad():
-            return _tree.map(lambda t: t.detach(), natural(self.learned, self.settings))
+            return _tree.map(lambda t: t.detach(), natural_values(self.learned, self.settings))
 
     def write_to(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
@@ -277,7 +277,7 @@ class InnerLoop(nn.Module):
 
     # What a call is made of. --------------------------------------------------------------------
 
-    def prepared(self, steps: int, alone: bool = True) -> Prepared:
+    def prepare(self, steps: int, alone: bool = True) -> Call:
         """The three parts as they are now, as pure functions and plain tensors.
 
         ``alone`` tells a run without a task axis from one with: each carries its own state on.
@@ -309,7 +309,7 @@ class InnerLoop(nn.Module):
             schedule=settings,
         )
         state = State(params, template.buffers, step.initial(params))
-        return Prepared(step, template, state, meta, self.backward)
+        return Call(step, template, state, meta, self.backward)
 
     def _check_same(self, template: Template, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose parameters are no longer the model's."""
@@ -332,7 +332,7 @@ class InnerLoop(nn.Module):
             for name, values in rule.hyper.items()
             if any([t.requires_grad for t in _tree.tensors(values)])
         }
-        return Meta({**given, **natural(self.learned, self.settings)}, loss)
+        return Meta({**given, **natural_values(self.learned, self.settings)}, loss)
 
     def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
         """L_val of one model."""
@@ -378,8 +378,7 @@ class InnerLoop(nn.Module):
         def moved(value: Any) -> Any:
             return fn(value) if isinstance(value, Tensor) else value
 
-        if self._carried is not None:
-            self._carried = _tree.map(moved, self._carried)
+        self._carried = _tree.map(moved, self._carried)
         if isinstance(self.optimizer, torch.optim.Optimizer):
             for slots in self.optimizer.state.values():
                 # Counts of steps are float32 on the CPU, whatever the weights are.

@@ -139,8 +139,8 @@ def check_steps(how: Mapping[str, Learn], steps: int) -> None:
             )
 
 
-def parsed(learn: Any) -> tuple[bool, dict[str, Learn]]:
-    """Whether the initial weights are learned, and which settings are, and how."""
+def parse_learn(learn: Any) -> tuple[bool, dict[str, Learn]]:
+    """True if the initial weights are learned; and how each learned setting is."""
     if isinstance(learn, str):
         learn = (learn,)
     if not isinstance(learn, Mapping):
@@ -224,7 +224,7 @@ def _initial(
     return by_step(torch.stack(raw if learn.over == "group" else of_each))
 
 
-def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]:
+def natural_values(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]:
     """The settings in their own units, out of the learned numbers."""
     return {
         name: [learn.forward(raw) for raw in found[name]]
@@ -234,7 +234,9 @@ def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]
     }
 
 
-def at_step(learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int) -> list[Any]:
+def value_at_step(
+    learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int
+) -> list[Any]:
     """One setting as the rule takes it: one value for each group, at one step."""
     if learn.steps is not None:
         value = _tree.map(lambda t: t[time], value)
@@ -263,7 +265,9 @@ class StepSettings:
     def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
         sizes, hyper = self.rule.sizes or (), dict(opt)
         for name, learn in self.learned.items():
-            hyper[name] = at_step(learn, opt[name], time, sizes, self.rule.family.settings[name])
+            hyper[name] = value_at_step(
+                learn, opt[name], time, sizes, self.rule.family.settings[name]
+            )
         if self.factors is None:
             return hyper
         groups = len(self.rule.groups)

@@ -37,7 +37,7 @@ class by_rule(Way):
         """The way for these tasks."""
         if tasks.count == 1:
             return self.plain
-        weights = sum([p.numel() for p in _tree.tensors(tasks.prepared.state.params)])
+        weights = sum([p.numel() for p in _tree.tensors(tasks.call.state.params)])
         batch = tasks.batches[0] if tasks.batches else tasks.val
         numbers = sum([t.numel() for t in _tree.tensors(batch)]) // tasks.count
         small = weights <= _FEW_WEIGHTS and numbers <= _FEW_NUMBERS

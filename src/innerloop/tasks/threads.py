@@ -23,7 +23,7 @@ from innerloop.errors import InnerLoopError, NotBatchableError, four_part
 from innerloop.guard import closures
 from innerloop.guard.randomness import Autocast
 from innerloop.tasks.corrections import NoGenerators
-from innerloop.tasks.way import Ended, Way, active_here, join, refused_draws, situation
+from innerloop.tasks.way import Ended, Way, active_mode, join, refuse_draws, situation
 
 T = TypeVar("T")
 
@@ -56,15 +56,15 @@ class threads(Way):
             )
 
     def attempt(self, tasks: Any) -> Ended:
-        if active := active_here():
+        if active := active_mode():
             raise NotBatchableError(f"{active} is active, which is so for one thread only")
         key = situation(tasks)
         is_first = key not in self._checked
         if is_first:
-            _check_hooks([*tasks.prepared.step.roots, tasks.value])
+            _check_hooks([*tasks.call.step.roots, tasks.value])
         count = min(self.n or torch.get_num_threads(), tasks.count)
         each = [_Task(tasks, t, is_first) for t in range(tasks.count)]
-        with refused_draws(tasks, of_torch=True):
+        with refuse_draws(tasks, of_torch=True):
             _parallel(count, each, _Task.run)
         _check_leaves(each)
         self._checked.add(key)
@@ -179,7 +179,7 @@ def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) ->
     """``function`` of each item, by several threads, one core for each."""
 
     def call(item: Any) -> T:
-        # This mode also tells tasks inside a task that they are in a thread: see active_here.
+        # This mode also tells tasks inside a task that they are in a thread: see active_mode.
         with NoGenerators():
             return function(item)
 

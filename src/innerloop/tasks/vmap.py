@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from innerloop.errors import InnerLoopError, NotBatchableError, four_part
-from innerloop.tasks.axis import sliced
-from innerloop.tasks.way import Ended, Way, refused_draws
+from innerloop.tasks.axis import slice_task
+from innerloop.tasks.way import Ended, Way, refuse_draws
 
 
 @dataclasses.dataclass
@@ -40,19 +40,19 @@ class vmap(Way):
 
     def run(self, tasks: Any, warn: bool = True) -> Ended:
         if self.running_stats == "frozen":
-            tasks = tasks.without_writes(_statistics(tasks.prepared.step.model.source))
+            tasks = tasks.without_writes(_statistics(tasks.call.step.model.source))
         return super().run(tasks, warn)
 
     def attempt(self, tasks: Any) -> Ended:
-        backward = tasks.prepared.backward
+        backward = tasks.call.backward
         if backward.each_task_alone:
             # As conjugate gradients, which would share their steps and their end.
             raise NotBatchableError(f"{type(backward).__name__} needs each task by itself")
-        with refused_draws(tasks, of_torch=False):
+        with refuse_draws(tasks, of_torch=False):
             state, outs, losses = tasks.together()
 
         def each() -> list[tuple[Any, Any]]:
-            return [(sliced(state, t), sliced(outs, t)) for t in range(tasks.count)]
+            return [(slice_task(state, t), slice_task(outs, t)) for t in range(tasks.count)]
 
         return Ended(losses, list(state.params.values()), each)
 

@@ -76,11 +76,11 @@ def join(each: list[tuple[Any, Any, Tensor | None]]) -> Ended:
 
 def situation(tasks: Any) -> tuple[Any, ...]:
     """A key for what decides whether tasks can be run in some way."""
-    step = tasks.prepared.step
-    return id(step.model.source), step.model.source.training, id(step.loss), active_here()
+    step = tasks.call.step
+    return id(step.model.source), step.model.source.training, id(step.loss), active_mode()
 
 
-def active_here() -> str:
+def active_mode() -> str:
     """A mode of torch that is active in this thread and in no other, or ``""``."""
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
@@ -96,9 +96,9 @@ def saved_tensor_hooks() -> Any:
 
 
 @contextlib.contextmanager
-def refused_draws(tasks: Any, of_torch: bool) -> Iterator[None]:
+def refuse_draws(tasks: Any, of_torch: bool) -> Iterator[None]:
     """Refuses random numbers outside torch, and torch's own; restores the state they had."""
-    before, draws = Randomness(devices_of(tasks.prepared.state.params.values())), Draws()
+    before, draws = Randomness(devices_of(tasks.call.state.params.values())), Draws()
     try:
         yield
         if draws.undo():
