@@ -56,9 +56,7 @@ def _collect(values: Iterable[Any], found: list[Any]) -> None:
         elif kind is dict:
             if value:
                 _collect(value.values(), found)
-        elif (
-            kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-        ):
+        elif kind is tuple or kind is list or _is_named_tuple(kind):
             _collect(value, found)
         elif kind in SUPPORTED_NODES:
             found += flatten(value)[0]
@@ -104,8 +102,8 @@ def has_tangents(*trees: Any) -> bool:
     """True if forward-mode derivatives are being taken with respect to any of the tensors."""
     if forward_ad._current_level < 0:
         return False
-    leaves = [leaf for leaf in flatten(trees)[0] if differentiable(leaf)]
-    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves)
+    found = filter(differentiable, leaves(trees))
+    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in found)
 
 
 def copied(tree: Any) -> Any:

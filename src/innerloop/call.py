@@ -12,15 +12,14 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.adapted import Adapted
 from innerloop.backward import Backward
+from innerloop.guard import refusals
+from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.replica import Template
 from innerloop.step.state import Meta, State, buffers_of
 from innerloop.step.step import InnerStep
 from innerloop.tasks.axis import slice_batches, slice_task, spread, stack_tasks
 from innerloop.tasks.batched import batched
 from innerloop.unroll import unroll
-
-Value = Callable[[Any, Any, Any], Tensor]
-"""``value(model, loss, val)``: the measurement of a trained model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +31,8 @@ class Call:
     state: State
     meta: Meta
     backward: Backward
+    val_loss: Callable[..., Any] | None = None
+    """The validation loss, if it is not the loss."""
 
     def train(self, batches: Any, carried: State | None = None) -> tuple[State, Any]:
         """The state after one step for each batch, and the outputs."""
@@ -40,12 +41,16 @@ class Call:
         plain = {name: buffer.detach() for name, buffer in state.buffers.items()}
         return state._replace(buffers=plain), outs
 
-    def measure(self, value: Value, state: State, val: Any) -> Tensor:
+    def measure(self, state: State, val: Any) -> Tensor:
         """L_val of the trained model, of one task or of all. [], [tasks]"""
 
         def one(params: Any, buffers: Any, val: Any) -> Tensor:
             model = self.template.bind(params, buffers_of("", buffers))
-            return value(model, self._loss(buffers), val)
+            loss = self._loss(buffers) if self.val_loss is None else self.val_loss
+            versions = versions_of(params)
+            value = loss(model, val)
+            check_unwritten(params, versions)
+            return _as_scalar(value)
 
         return self.step.over(one, self._weights(state), state.buffers, val)
 
@@ -77,7 +82,7 @@ class TaskRun:
     batches: Sequence[Any]
     val: Any
     count: int
-    value: Value | None
+    measured: bool
     carried: Sequence[State] | None = None
 
     def one(
@@ -89,9 +94,9 @@ class TaskRun:
         call = dataclasses.replace(self.call, state=state, meta=meta, backward=backward)
         carried = None if self.carried is None else self.carried[task]
         state, outs = call.train(slice_batches(self.batches, task, stand_in), carried)
-        if self.value is None:
+        if not self.measured:
             return state, outs, None
-        return state, outs, call.measure(self.value, state, slice_task(self.val, task, stand_in))
+        return state, outs, call.measure(state, slice_task(self.val, task, stand_in))
 
     def without_writes(self, buffers: frozenset[str]) -> TaskRun:
         """The same with buffers that stay as they are."""
@@ -105,7 +110,7 @@ class TaskRun:
         carried = None if self.carried is None else stack_tasks(list(self.carried), shared=True)
         state, outs = call.train(self.batches, carried)
         outs = _tree.map(lambda v: v.transpose(0, 1) if isinstance(v, Tensor) else v, outs)
-        losses = None if self.value is None else call.measure(self.value, state, self.val)
+        losses = call.measure(state, self.val) if self.measured else None
         return state, outs, losses
 
     @property
@@ -119,3 +124,14 @@ class TaskRun:
     def device(self) -> torch.device:
         params = self.call.state.params.values()
         return next((t.device for t in params), torch.device("cpu"))
+
+
+def _as_scalar(value: Any) -> Tensor:
+    """The value of a validation loss as a 0-d tensor."""
+    value = value[0] if isinstance(value, tuple) and value else value
+    if isinstance(value, int | float) and not torch.is_grad_enabled():
+        # A number has no gradient, and none is asked for.
+        value = torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        raise refusals.not_a_val_loss(value)
+    return value.reshape(())

@@ -15,7 +15,7 @@ from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.backward.strategy import cut
-from innerloop.call import Call, TaskRun, Value
+from innerloop.call import Call, TaskRun
 from innerloop.compile import Compiler, opaque
 from innerloop.errors import InnerLoopError
 from innerloop.guard import refusals
@@ -28,10 +28,9 @@ from innerloop.guard.arguments import (
     warn_of_hooks,
 )
 from innerloop.guard.graph import reaches
-from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
-from innerloop.modules.tree import named_tensors, unwrapped
+from innerloop.modules.tree import unwrapped
 from innerloop.optim import Rule, from_torch
 from innerloop.settings import (
     StepSettings,
@@ -89,6 +88,8 @@ class InnerLoop(nn.Module):
     >>> [name for name, p in inner.named_parameters() if p.grad is not None]
     ['model.weight', 'model.bias', 'settings.lr']
     """
+
+    val_loss: Callable[..., Any] | None
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class InnerLoop(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.adapt([_usable(batch) for batch in as_batches(train)], tasks=tasks)
         way = self._way(tasks)
-        call, ended = self._run(train, None, way, None)
+        call, ended = self._run(train, None, way, False)
         each = [call.adapted(state, outs) for state, outs in ended.each()]
         return each[0] if way is None else AdaptedTasks(each)
 
@@ -212,33 +213,32 @@ class InnerLoop(nn.Module):
         """The way to run tasks, or ``None`` if there are none."""
         given = self.tasks if tasks is None else tasks
         check_way(given)
-        if isinstance(given, Way):
-            return given
-        default = self.tasks if isinstance(self.tasks, Way) else self._rule
-        return default if given else None
+        if given is True:
+            given = self.tasks if isinstance(self.tasks, Way) else self._rule
+        return given or None
 
     def _losses(self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None) -> Tensor:
         """L_val; ``wrap`` gives what is to be used in place of the step."""
-        _, ended = self._run(train, val, way, self._value, wrap)
+        _, ended = self._run(train, val, way, True, wrap)
         assert ended.losses is not None
         return self._check_losses(ended.losses, ended.weights)
 
     def _run(
-        self, train: Any, val: Any, way: Way | None, value: Value | None, wrap: Wrap | None = None
+        self, train: Any, val: Any, way: Way | None, measured: bool, wrap: Wrap | None = None
     ) -> tuple[Call, Ended]:
-        """Training of one task or of several, and their measurement if there is a ``value``."""
+        """Training of one task or of several, and L_val if they are ``measured``."""
         batches = as_batches(train)
         call = self.prepare(len(batches), way is None)
         if wrap is not None:
             call = dataclasses.replace(call, step=wrap(call.step))
         if way is None:
             state, outs = call.train(batches, self._carried_on(True).get(_ALONE))
-            loss = None if value is None else call.measure(value, state, val)
+            loss = call.measure(state, val) if measured else None
             ended = Ended(loss, list(state.params.values()), lambda: [(state, outs)])
         else:
             batches = list(batches)
             tasks = axis.count(batches, val)
-            ended = way.run(TaskRun(call, batches, val, tasks, value, self._states_of(tasks)))
+            ended = way.run(TaskRun(call, batches, val, tasks, measured, self._states_of(tasks)))
         if isinstance(self.backward, Truncated) and self.backward.carry:
             states = [state for state, _ in ended.each()]
             now = dict(enumerate(states, _ALONE if way is None else 0))
@@ -309,7 +309,7 @@ class InnerLoop(nn.Module):
             schedule=settings,
         )
         state = State(params, template.buffers, step.initial(params))
-        return Call(step, template, state, meta, self.backward)
+        return Call(step, template, state, meta, self.backward, self.val_loss)
 
     def _check_same(self, template: Template, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose parameters are no longer the model's."""
@@ -333,21 +333,6 @@ class InnerLoop(nn.Module):
             if any([t.requires_grad for t in _tree.tensors(values)])
         }
         return Meta({**given, **natural_values(self.learned, self.settings)}, loss)
-
-    def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
-        """L_val of one model."""
-        measure: Any = loss if self.val_loss is None else self.val_loss
-        named = named_tensors(model, "_parameters")
-        versions = versions_of(named)
-        value = measure(model, val)
-        check_unwritten(named, versions)
-        value = value[0] if isinstance(value, tuple) and value else value
-        if isinstance(value, int | float) and not torch.is_grad_enabled():
-            # A number has no gradient, and none is asked for.
-            value = torch.tensor(float(value), dtype=torch.float64)
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            raise refusals.not_a_val_loss(value)
-        return value.reshape(())
 
     def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
         """The loss; refuses one that no meta-parameter has an influence on."""

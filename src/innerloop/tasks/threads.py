@@ -61,7 +61,7 @@ class threads(Way):
         key = situation(tasks)
         is_first = key not in self._checked
         if is_first:
-            _check_hooks([*tasks.call.step.roots, tasks.value])
+            _check_hooks([*tasks.call.step.roots, tasks.call.val_loss])
         count = min(self.n or torch.get_num_threads(), tasks.count)
         each = [_Task(tasks, t, is_first) for t in range(tasks.count)]
         with refuse_draws(tasks, of_torch=True):
