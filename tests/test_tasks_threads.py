@@ -561,6 +561,15 @@ def test_a_model_with_a_hook_runs_in_a_loop():
     assert_same([losses], [inner(train, val, tasks=LOOP)])
 
 
+def test_a_hook_that_is_registered_after_the_first_call():
+    inner, train, val = built()
+    way = two()
+    inner(train, val, tasks=way)
+    inner.model.body.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="Linear has a forward hook"):
+        inner(train, val, tasks=way)
+
+
 def test_a_hook_on_a_module_that_the_loss_holds():
     kept, teacher = {}, Net()
     teacher.body.register_forward_hook(lambda _m, _i, out: kept.update(features=out))

@@ -76,8 +76,8 @@ class InnerLoop(nn.Module):
         grad_transform: maps the inner gradients by name to others, as :func:`innerloop.clip_norm`.
         schedule: a function from the step to a factor of the learning rate, or a scheduler of
             ``torch.optim.lr_scheduler`` over the optimizer.
-        tasks: whether calls have a task axis if they do not say; and how tasks are run, one of
-            :mod:`innerloop.tasks`, by default the one that turns out fastest.
+        tasks: True if calls have a task axis unless they say otherwise; or how tasks are run, one
+            of :mod:`innerloop.tasks`, by default chosen from the model, the sizes and the device.
 
     >>> model = nn.Linear(1, 1)
     >>> inner = InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1),

@@ -75,9 +75,11 @@ def join(each: list[tuple[Any, Any, Tensor | None]]) -> Ended:
 
 
 def situation(tasks: Any) -> tuple[Any, ...]:
-    """A key for what decides whether tasks can be run in some way."""
+    """A key for what decides if tasks can be run in some way."""
     step = tasks.call.step
-    return id(step.model.source), step.model.source.training, id(step.loss), active_mode()
+    model = step.model.source
+    hooks = sum([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()])
+    return id(model), model.training, hooks, id(step.loss), active_mode()
 
 
 def active_mode() -> str:
