@@ -293,13 +293,15 @@ class InnerLoop(nn.Module):
         rule: Any = self.optimizer
         settings = None
         if isinstance(rule, torch.optim.Optimizer):
-            self._check_same(template, rule)
-            warn_of_hooks({name: template.params[name] for name in self._names}, rule)
             rule = dataclasses.replace(from_torch(rule), names=self._names)
             factors = None if self.schedule is None else Factors(self.schedule, self._base)
             settings = StepSettings(rule, self.learned, factors)
         meta = self.meta(rule)
-        check_whole((*params.values(), *_tree.tensors(meta)))
+        modules = (m for part in (self, *self._unregistered()) for m in part.modules())
+        check_whole(modules, (*params.values(), *_tree.tensors(meta)))
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self._check_same(template, self.optimizer)
+            warn_of_hooks({n: template.params[n] for n in self._names}, self.optimizer)
         step = inner_step(
             self.loss,
             rule,

@@ -49,11 +49,12 @@ def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
         )
 
 
-def check_whole(weights: Iterable[Tensor]) -> None:
-    """Refuse weights of which every process holds a part."""
-    # Without this import there are none; and importing it takes longer than all of innerloop.
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and any([isinstance(weight, tensor.DTensor) for weight in weights]):
+def check_whole(modules: Iterable[nn.Module], weights: Iterable[Tensor]) -> None:
+    """Refuse weights of which every process holds a part; a forward may have gathered them."""
+    # Without these imports there are none; and importing them takes longer than all of innerloop.
+    tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    sharded = tensor is not None and any([isinstance(w, tensor.DTensor) for w in weights])
+    if sharded or (fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules)):
         raise RequirementError(
             four_part(
                 "You sharded a part of the inner loop by fully_shard or as DTensors.",
