@@ -53,7 +53,7 @@ def check_whole(modules: Iterable[nn.Module], weights: Iterable[Tensor]) -> None
     """Refuse weights of which every process holds a part; a forward may have gathered them."""
     # Without these imports there are none; and importing them takes longer than all of innerloop.
     tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
-    sharded = tensor is not None and any([isinstance(w, tensor.DTensor) for w in weights])
+    sharded = tensor is not None and any([type(w) is tensor.DTensor for w in weights])
     if sharded or (fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules)):
         raise RequirementError(
             four_part(
