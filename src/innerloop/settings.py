@@ -61,8 +61,9 @@ class Learn:
                     "Learn(per=('parameter', 'step'), steps=5).",
                 )
             )
-        valid = isinstance(self.steps, int) and self.steps > 0 and self.steps is not True
-        if ("step" in per) != (self.steps is not None) or (self.steps is not None and not valid):
+        steps = self.steps
+        counted = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+        if not (counted if "step" in per else steps is None):
             raise InnerLoopError(
                 four_part(
                     f"You wrote Learn(per={self.per!r}, steps={self.steps!r}).",
@@ -71,11 +72,10 @@ class Learn:
                     "Learn(per=('group', 'step'), steps=5).",
                 )
             )
-        pair = isinstance(self.transform, tuple) and len(self.transform) == 2
-        if pair:
-            pair = all(map(callable, self.transform or ()))
-        known = isinstance(self.transform, str) and self.transform in _TRANSFORMS
-        if not (self.transform is None or pair or known):
+        given: Any = self.transform
+        known = given is None or (isinstance(given, str) and given in _TRANSFORMS)
+        pair = isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))
+        if not (known or pair):
             raise InnerLoopError(
                 four_part(
                     f"You wrote Learn(transform={self.transform!r}).",
@@ -234,25 +234,6 @@ def natural_values(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[st
     }
 
 
-def value_at_step(
-    learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int
-) -> list[Any]:
-    """One setting as the rule takes it: one value for each group, at one step."""
-    if learn.steps is not None:
-        value = _tree.map(lambda t: t[time], value)
-    if learn.over == "group":
-        return list(value.unbind())
-    if learn.over == "parameter":
-        parts = value.split(list(sizes))
-        return [tuple(part.unbind(1)) if arity > 1 else part for part in parts]
-    groups, start = [], 0
-    for size in sizes:
-        mine = value[start : start + size]
-        start += size
-        groups.append(tuple([t[k] for t in mine] for k in range(arity)) if arity > 1 else mine)
-    return groups
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """``settings(opt, time)``: the settings of one step, out of φ_opt and the schedule."""
@@ -263,17 +244,30 @@ class StepSettings:
     """The schedule's factors of the learning rate, if there is a schedule."""
 
     def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
-        sizes, hyper = self.rule.sizes or (), dict(opt)
-        for name, learn in self.learned.items():
-            hyper[name] = value_at_step(
-                learn, opt[name], time, sizes, self.rule.family.settings[name]
-            )
+        hyper = {**opt, **{name: self._by_group(name, opt[name], time) for name in self.learned}}
         if self.factors is None:
             return hyper
         groups = len(self.rule.groups)
         every = {**self.rule.hyper, **hyper}
         listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
         return self.factors.apply(listed, self.learned, opt, time)
+
+    def _by_group(self, name: str, value: Any, time: int) -> list[Any]:
+        """One learned setting as the rule takes it: one value for each group, at one step."""
+        learn, arity = self.learned[name], self.rule.family.settings[name]
+        sizes = self.rule.sizes or ()
+        if learn.steps is not None:
+            value = _tree.map(lambda t: t[time], value)
+        if learn.over == "group":
+            return list(value.unbind())
+        if learn.over == "parameter":
+            parts = value.split(list(sizes))
+            return [tuple(part.unbind(1)) if arity > 1 else part for part in parts]
+        rest = iter(value)
+        groups = [[next(rest) for _ in range(size)] for size in sizes]
+        if arity == 1:
+            return groups
+        return [tuple([t[k] for t in group] for k in range(arity)) for group in groups]
 
 
 def write_learned(

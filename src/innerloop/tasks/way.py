@@ -46,16 +46,17 @@ class Way:
         try:
             return self.attempt(tasks)
         except NotBatchableError as error:
-            ended = one_after_another(tasks)  # an error of the loss's own comes again
-            self._refused.add(key)
-            if warn:
-                warnings.warn(
-                    f"innerloop.tasks.{self} cannot be used here, so the tasks run one after "
-                    f"another, which is exact. The reason: {error}. To avoid this warning: "
-                    "tasks=innerloop.tasks.loop().",
-                    stacklevel=2,
-                )
-            return ended
+            why = str(error)
+        ended = one_after_another(tasks)  # an error of the loss's own comes again
+        self._refused.add(key)
+        if warn:
+            warnings.warn(
+                f"innerloop.tasks.{self} cannot be used here, so the tasks run one after another, "
+                f"which is exact. The reason: {why}. To avoid this warning: "
+                "tasks=innerloop.tasks.loop().",
+                stacklevel=2,
+            )
+        return ended
 
     def attempt(self, tasks: Any) -> Ended:
         """All tasks; raises :class:`NotBatchableError` where only a loop can run them."""
