@@ -324,7 +324,7 @@ class InnerLoop(nn.Module):
             if own is not param and (own is None or isinstance(own, nn.Parameter)):
                 raise refusals.replaced_parameters(f"{name!r} of the model")
 
-    def meta(self, rule: Any = None) -> Meta:
+    def meta(self, rule: Any) -> Meta:
         """φ as the steps see it: settings in their own units, the loss's weights by name."""
         loss = functional(self.loss).params if isinstance(self.loss, nn.Module) else {}
         if not isinstance(rule, Rule):
