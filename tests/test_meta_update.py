@@ -319,7 +319,7 @@ def test_lbfgs_evaluates_an_update_from_the_same_state():
     inner, train, val = built(learn=("lr",), backward=il.Truncated(STEPS, carry=True))
     meta = optim.LBFGS(inner.parameters(), lr=1e-6, max_iter=4)
     il.meta_update(inner, train, val, meta, updates=2)
-    assert [state.time for state in inner._going_on(alone=True)] == [2 * STEPS]
+    assert [state.time for state in inner._carried.values()] == [2 * STEPS]
 
 
 def test_lbfgs_evaluates_an_update_on_the_same_data_with_the_same_random_numbers():

@@ -400,12 +400,31 @@ def test_threads_inside_threads_and_after_a_fork():
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_forward_mode_derivatives_do_not_end_silently():
+    inner, train, (x, y) = built()
+    with torch.autograd.forward_ad.dual_level():
+        val = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), y
+        with pytest.warns(UserWarning, match="forward-mode"):
+            losses = inner(train, val, tasks=two())
+        assert (torch.autograd.forward_ad.unpack_dual(losses).tangent != 0).all()
+
+
 def test_draws_after_which_the_random_state_is_put_back():
     """The state afterwards tells nothing."""
     inner, train, val = built(loss=seeding)
     with pytest.warns(UserWarning, match="random numbers"):
         losses = inner(train, val, tasks=two())
     assert_same([losses], [inner(train, val, tasks=LOOP)])
+
+
+def test_a_hook_that_is_registered_after_the_first_call():
+    inner, train, val = built()
+    way = two()
+    inner(train, val, tasks=way)
+    inner.model.body.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="Linear has a forward hook"):
+        inner(train, val, tasks=way)
 
 
 @pytest.mark.parametrize("where", ["model", "loss"])

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 from torch.utils._pytree import tree_flatten as flatten
+from torch.utils._pytree import tree_map as map_together
 from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "has_tangents",
     "leaves",
     "map",
+    "map_together",
     "opaque",
     "tensors",
     "unflatten",
@@ -35,7 +37,7 @@ REGISTER = "torch.utils._pytree.register_dataclass"
 
 
 def differentiable(value: Any) -> bool:
-    """Whether a leaf can have a derivative: a tensor of real or complex numbers."""
+    """True if a leaf can have a derivative: a tensor of real or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -54,9 +56,7 @@ def _collect(values: Iterable[Any], found: list[Any]) -> None:
         elif kind is dict:
             if value:
                 _collect(value.values(), found)
-        elif (
-            kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-        ):
+        elif kind is tuple or kind is list or _is_named_tuple(kind):
             _collect(value, found)
         elif kind in SUPPORTED_NODES:
             found += flatten(value)[0]
@@ -99,11 +99,11 @@ def detach(value: Any) -> Any:
 
 
 def has_tangents(*trees: Any) -> bool:
-    """Whether forward-mode derivatives are being taken with respect to any of the tensors."""
+    """True if forward-mode derivatives are being taken with respect to any of the tensors."""
     if forward_ad._current_level < 0:
         return False
-    leaves = [leaf for leaf in flatten(trees)[0] if differentiable(leaf)]
-    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves)
+    found = filter(differentiable, leaves(trees))
+    return any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in found)
 
 
 def copied(tree: Any) -> Any:

@@ -14,7 +14,7 @@ from innerloop.modules.replica import Template
 from innerloop.optim import FAMILIES, Rule
 from innerloop.optim.convert import family_of
 from innerloop.step.state import State, buffers_of, differentiable
-from innerloop.tasks.axis import count, sliced, stacked
+from innerloop.tasks.axis import count, slice_task, stack_tasks
 
 
 class Adapted:
@@ -99,14 +99,13 @@ class Adapted:
 
     def _check_optimizer(self, optimizer: Any, targets: Mapping[str, Tensor]) -> None:
         own, kind = self._rule, type(optimizer)
-        good = isinstance(own, Rule) and isinstance(optimizer, torch.optim.Optimizer)
-        if good:
-            good = family_of(kind, FAMILIES) is own.family
+        same = isinstance(own, Rule) and isinstance(optimizer, torch.optim.Optimizer)
+        if same and family_of(kind, FAMILIES) is own.family:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            expected = [targets[name] for name in own.names or ()]
-            good = good and len(params) == len(expected)
-            good = good and all(a is b for a, b in zip(params, expected, strict=True))
-        if not good:
+            same = list(map(id, params)) == [id(targets[name]) for name in own.names or ()]
+        else:
+            same = False
+        if not same:
             name = own.family.name if isinstance(own, Rule) else type(own).__name__
             shown = optimizer.__name__ if isinstance(optimizer, type) else kind.__name__
             raise InnerLoopError(
@@ -142,9 +141,9 @@ class AdaptedTasks:
                     "inputs for the same tasks, or adapted.each[0](x) for one.",
                 )
             )
-        slices = [sliced((args, kwargs), t) for t in range(found)]
+        slices = [slice_task((args, kwargs), t) for t in range(found)]
         pairs = zip(self.each, slices, strict=True)
-        return stacked([one(*one_args, **one_kwargs) for one, (one_args, one_kwargs) in pairs])
+        return stack_tasks([one(*one_args, **one_kwargs) for one, (one_args, one_kwargs) in pairs])
 
     def __len__(self) -> int:
         return len(self.each)
@@ -155,12 +154,12 @@ class AdaptedTasks:
     @property
     def params(self) -> dict[str, Tensor]:
         """The final weights by name. [tasks, ...]"""
-        return stacked([one.params for one in self.each])
+        return stack_tasks([one.params for one in self.each])
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The final buffers by name. [tasks, ...]"""
-        return stacked([one.buffers for one in self.each])
+        return stack_tasks([one.buffers for one in self.each])
 
     @property
     def opt_state(self) -> Any:
@@ -175,7 +174,7 @@ class AdaptedTasks:
     @property
     def aux(self) -> Any:
         """The further outputs of the loss. [tasks, steps, ...]"""
-        return stacked([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
+        return stack_tasks([one.aux for one in self.each], is_leaf=lambda v: isinstance(v, list))
 
     def write_to(self, model: nn.Module, optimizer: Any = None) -> None:
         raise InnerLoopError(

@@ -120,7 +120,7 @@ class Compiler:
             raise _RefusedError(
                 f"tasks={way} changes what steps do; inner.compile('step') takes it"
             )
-        run = inner.prepared(len(batches), way is None)
+        run = inner.prepare(len(batches), way is None)
         return self._whole(
             run.step,
             _startable(run.step, run.state),

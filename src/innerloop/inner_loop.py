@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from innerloop import _tree
 from innerloop.adapted import AdaptedTasks
 from innerloop.backward import Backward, Tape, Truncated
 from innerloop.backward.strategy import cut
-from innerloop.call import Prepared, TaskRun
+from innerloop.call import Call, TaskRun
 from innerloop.compile import Compiler, opaque
 from innerloop.errors import InnerLoopError
 from innerloop.guard import refusals
@@ -28,19 +28,24 @@ from innerloop.guard.arguments import (
     warn_of_hooks,
 )
 from innerloop.guard.graph import reaches
-from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.functional import functional
 from innerloop.modules.replica import Template
-from innerloop.modules.tree import named_tensors, unwrap
+from innerloop.modules.tree import unwrap
 from innerloop.optim import Rule, from_torch
-from innerloop.optim.settings import merge_settings, plain_settings, write_settings
-from innerloop.settings import StepSettings, check_steps, learned_parameters, natural, parsed
-from innerloop.step.schedules import Factors, check_schedule, follows, rebase, start_values
+from innerloop.settings import (
+    StepSettings,
+    check_steps,
+    learned_parameters,
+    natural_values,
+    parse_learn,
+    write_learned,
+)
+from innerloop.step.schedules import Factors, check_schedule, start_values
 from innerloop.step.state import Meta, State
 from innerloop.step.step import InnerStep, inner_step
 from innerloop.tasks import Way, axis
 from innerloop.tasks.choice import by_rule
-from innerloop.tasks.way import check_way
+from innerloop.tasks.way import Ended, check_way
 from innerloop.unroll import as_batches, check_strategy
 
 _ALONE = -1  # the number of a run that is not one of several tasks
@@ -71,8 +76,8 @@ class InnerLoop(nn.Module):
         grad_transform: maps the inner gradients by name to others, as :func:`innerloop.clip_norm`.
         schedule: a function from the step to a factor of the learning rate, or a scheduler of
             ``torch.optim.lr_scheduler`` over the optimizer.
-        tasks: whether calls have a task axis if they do not say; and how tasks are run, one of
-            :mod:`innerloop.tasks`, by default the one that turns out fastest.
+        tasks: True if calls have a task axis unless they say otherwise; or how tasks are run, one
+            of :mod:`innerloop.tasks`, by default chosen from the model, the sizes and the device.
 
     >>> model = nn.Linear(1, 1)
     >>> inner = InnerLoop(model, torch.optim.SGD(model.parameters(), lr=0.1),
@@ -83,6 +88,8 @@ class InnerLoop(nn.Module):
     >>> [name for name, p in inner.named_parameters() if p.grad is not None]
     ['model.weight', 'model.bias', 'settings.lr']
     """
+
+    val_loss: Callable[..., Any] | None
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class InnerLoop(nn.Module):
         check_parts(model, optimizer, loss)
         check_callable("val_loss", val_loss)
         check_callable("grad_transform", grad_transform)
-        self.learn_init, self.learned = parsed(learn)
+        self.learn_init, self.learned = parse_learn(learn)
         self.backward = check_strategy(Tape() if backward is None else backward)
         self.first_order = first_order
         template = functional(model).template()
@@ -148,7 +155,8 @@ class InnerLoop(nn.Module):
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self(_usable(as_batches(train)), _usable(val), tasks=tasks)
+                batches = [_usable(batch) for batch in as_batches(train)]
+                return self(batches, _usable(val), tasks=tasks)
         way, carried = self._way(tasks), self._carried
         if self._compiler is None or not torch.is_grad_enabled():
             return self._losses(train, val, way)
@@ -160,21 +168,6 @@ class InnerLoop(nn.Module):
 
         return self._compiler.run(self, batches, val, way, losses)
 
-    def _losses(self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None) -> Tensor:
-        """L_val; ``wrap`` gives what is to be used in place of the step."""
-        if way is not None:
-            batches = list(as_batches(train))
-            run = self.prepared(len(batches), False)
-            if wrap is not None:
-                run = dataclasses.replace(run, step=wrap(run.step))
-            ended = way.run(self._several(run, batches, val, self._value))
-            self._keep(lambda: [state for state, _ in ended.each])
-            assert ended.losses is not None
-            return self._check_losses(ended.losses, ended.weights)
-        run, state, _ = self._single(train, wrap=wrap)
-        value = self._value(*run.measured(state), val)
-        return self._check_losses(value, list(state.params.values()))
-
     def adapt(self, train: Any, *, tasks: bool | Way | None = None) -> Any:
         """The model after one step for each batch: an :class:`Adapted`, or one for each task.
 
@@ -183,16 +176,11 @@ class InnerLoop(nn.Module):
         if torch.is_inference_mode_enabled():
             # No gradient can be taken in inference mode, and a step needs the inner one.
             with torch.inference_mode(False), torch.no_grad():
-                return self.adapt(_usable(as_batches(train)), tasks=tasks)
+                return self.adapt([_usable(batch) for batch in as_batches(train)], tasks=tasks)
         way = self._way(tasks)
-        if way is None:
-            run, state, outs = self._single(train, own=True)
-            return run.adapted(state, outs)
-        batches = list(as_batches(train))
-        run = dataclasses.replace(self.prepared(len(batches), False), own=True)
-        ended = way.run(self._several(run, batches, None, None))
-        self._keep(lambda: [state for state, _ in ended.each])
-        return AdaptedTasks([run.adapted(state, outs) for state, outs in ended.each])
+        call, ended = self._run(train, None, way, False)
+        each = [call.adapted(state, outs) for state, outs in ended.each()]
+        return each[0] if way is None else AdaptedTasks(each)
 
     def compile(  # type: ignore[override]
         self,
@@ -225,77 +213,63 @@ class InnerLoop(nn.Module):
         """The way to run tasks, or ``None`` if there are none."""
         given = self.tasks if tasks is None else tasks
         check_way(given)
-        if isinstance(given, Way):
-            return given
-        default = self.tasks if isinstance(self.tasks, Way) else self._rule
-        return default if given else None
+        if given is True:
+            given = self.tasks if isinstance(self.tasks, Way) else self._rule
+        return given or None
 
-    def _single(
-        self, train: Any, own: bool = False, wrap: Wrap | None = None
-    ) -> tuple[Prepared, State, Any]:
+    def _losses(self, train: Any, val: Any, way: Way | None, wrap: Wrap | None = None) -> Tensor:
+        """L_val; ``wrap`` gives what is to be used in place of the step."""
+        _, ended = self._run(train, val, way, True, wrap)
+        assert ended.losses is not None
+        return self._check_losses(ended.losses, ended.weights)
+
+    def _run(
+        self, train: Any, val: Any, way: Way | None, measured: bool, wrap: Wrap | None = None
+    ) -> tuple[Call, Ended]:
+        """Training of one task or of several, and L_val if they are ``measured``."""
         batches = as_batches(train)
-        run = self.prepared(len(batches))
-        if own:
-            run = dataclasses.replace(run, own=True)
+        call = self.prepare(len(batches), way is None)
         if wrap is not None:
-            run = dataclasses.replace(run, step=wrap(run.step))
-        state, outs = run.unrolled(batches, (self._carried or {}).get(_ALONE))
-        self._keep(lambda: [state], _ALONE)
-        return run, state, outs
+            call = dataclasses.replace(call, step=wrap(call.step))
+        if way is None:
+            state, outs = call.train(batches, self._carried_on(True).get(_ALONE))
+            loss = call.measure(state, val) if measured else None
+            ended = Ended(loss, list(state.params.values()), lambda: [(state, outs)])
+        else:
+            batches = list(batches)
+            tasks = axis.count(batches, val)
+            ended = way.run(TaskRun(call, batches, val, tasks, measured, self._states_of(tasks)))
+        if isinstance(self.backward, Truncated) and self.backward.carry:
+            states = [state for state, _ in ended.each()]
+            now = dict(enumerate(states, _ALONE if way is None else 0))
+            self._carried = {**(self._carried or {}), **_tree.map(cut, now)}
+        return call, ended
 
-    def _several(self, run: Prepared, batches: list[Any], val: Any, value: Any) -> TaskRun:
-        count = axis.count(batches, val)
-        carried = self._carried and [self._carried[t] for t in range(count) if t in self._carried]
-        if carried and len(carried) != count:
-            raise refusals.other_number_of_tasks(count, len(carried), self.backward)
-        return TaskRun(run, batches, val, count, value, carried or None)
+    def _carried_on(self, alone: bool) -> dict[int, State]:
+        """The states that a run starts from, by task, if it is under way."""
+        carried = self._carried or {}
+        return {task: state for task, state in carried.items() if (task == _ALONE) == alone}
+
+    def _states_of(self, tasks: int) -> list[State] | None:
+        """The states that these tasks start from, if they are under way."""
+        states = [state for task, state in self._carried_on(False).items() if task < tasks]
+        if states and len(states) != tasks:
+            raise refusals.other_number_of_tasks(tasks, len(states), self.backward)
+        return states or None
 
     @property
     def hyper(self) -> dict[str, Any]:
         """The learned settings in their own units, without a graph."""
         with torch.no_grad():
-            return _tree.map(lambda t: t.detach(), natural(self.learned, self.settings))
+            return _tree.map(lambda t: t.detach(), natural_values(self.learned, self.settings))
 
     def write_to(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put the learned settings into an ordinary optimizer, by default the loop's own."""
         target = self.optimizer if optimizer is None else optimizer
         if not isinstance(target, torch.optim.Optimizer) or self._base is None:
             raise refusals.not_two_optimizers(self.optimizer, target)
-        for name, learn in self.learned.items():
-            if learn.steps is not None:
-                raise refusals.one_value_per_step(name)
-        rule = from_torch(target)
-        own = from_torch(cast(torch.optim.Optimizer, self.optimizer))
-        if rule.family is not own.family or rule.sizes != own.sizes:
-            raise refusals.other_groups(own, rule)
-        opt = _tree.map(_tree.detach, self.meta(rule).opt)
-        base = self._plain(rule, target, StepSettings(rule, self.learned)(opt, 0))
-        if not isinstance(self.schedule, LRScheduler):
-            write_settings(target, base)
-            self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
-            return
-        now = self._plain(rule, target, StepSettings(rule, self.learned, self._factors())(opt, 0))
-        if target is not self.optimizer:
-            # Its rates at this moment; the scheduler is that of the loop's own optimizer.
-            write_settings(target, now)
-            return
-        if not follows(self.schedule, self._base, base):
-            raise refusals.scheduler_with_own_numbers(self.schedule)
-        rebase(self.schedule, self._base, base)
-        write_settings(target, now)
-        self._base = [{**old, **new} for old, new in zip(self._base, base, strict=True)]
-
-    def _plain(
-        self, rule: Rule, target: torch.optim.Optimizer, hyper: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """The learned settings of each group as numbers."""
-        shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
-        groups = merge_settings(rule.family, rule.groups, shapes, hyper)
-        plain = plain_settings(rule.family, groups)
-        return [{name: group[name] for name in self.learned} for group in plain]
-
-    def _factors(self) -> Factors | None:
-        return None if self.schedule is None else Factors(self.schedule, self._base)
+        own = cast(torch.optim.Optimizer, self.optimizer)
+        self._base = write_learned(self.learned, self.hyper, own, target, self.schedule, self._base)
 
     def restart(self) -> None:
         """Forget the state carried over from the last call; see :class:`innerloop.Truncated`."""
@@ -303,25 +277,31 @@ class InnerLoop(nn.Module):
 
     # What a call is made of. --------------------------------------------------------------------
 
-    def prepared(self, steps: int, alone: bool = True) -> Prepared:
+    def prepare(self, steps: int, alone: bool = True) -> Call:
         """The three parts as they are now, as pure functions and plain tensors.
 
         ``alone`` tells a run without a task axis from one with: each carries its own state on.
         """
-        check_whole(m for part in (self, *self._unregistered()) for m in part.modules())
         check_steady(self.model)
         template = Template(unwrap(self.model))
-        self._check_reach(steps, alone)
-        check_steps(self.learned, self._begun(alone) + steps)
-        learned = self.learn_init
-        params = {n: p if learned else _tree.detach(p) for n, p in template.params.items()}
+        carried = self._carried_on(alone).values()
+        self._check_reach(steps, bool(carried))
+        check_steps(self.learned, max((state.time for state in carried), default=0) + steps)
+        params = template.params
+        if not self.learn_init:
+            params = {name: _tree.detach(p) for name, p in params.items()}
+        rule: Any = self.optimizer
+        settings = None
+        if isinstance(rule, torch.optim.Optimizer):
+            rule = dataclasses.replace(from_torch(rule), names=self._names)
+            factors = None if self.schedule is None else Factors(self.schedule, self._base)
+            settings = StepSettings(rule, self.learned, factors)
+        meta = self.meta(rule)
+        modules = (m for part in (self, *self._unregistered()) for m in part.modules())
+        check_whole(modules, (*params.values(), *_tree.tensors(meta)))
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self._check_same(template, self.optimizer)
             warn_of_hooks({n: template.params[n] for n in self._names}, self.optimizer)
-            rule = dataclasses.replace(from_torch(self.optimizer), names=self._names)
-            settings = StepSettings(rule, self.learned, self._factors())
-        else:
-            rule, settings = cast(Any, self.optimizer), None
         step = inner_step(
             self.loss,
             rule,
@@ -331,57 +311,35 @@ class InnerLoop(nn.Module):
             schedule=settings,
         )
         state = State(params, template.buffers, step.initial(params))
-        return Prepared(step, state, self.meta(rule), self.backward)
-
-    def _begun(self, alone: bool) -> int:
-        """The number of steps that the carried run has taken."""
-        return max((state.time for state in self._going_on(alone)), default=0)
-
-    def _going_on(self, alone: bool) -> list[State]:
-        """The states that a run starts from, if it is under way."""
-        carried = self._carried or {}
-        return [state for key, state in carried.items() if (key == _ALONE) == alone]
+        return Call(step, template, state, meta, self.backward, self.val_loss)
 
     def _check_same(self, template: Template, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose parameters are no longer the model's."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        own = [template.params.get(name) for name in self._names]
-        # In a replica, as another loop trains this one, the weights are no Parameters.
-        wrong = [
-            name
-            for name, p, q in zip(self._names, held, own, strict=False)
-            if p is not q and (q is None or isinstance(q, nn.Parameter))
-        ]
-        if wrong or len(held) != len(own):
-            what = f"{wrong[0]!r} of the model" if wrong else "the optimizer's groups"
-            raise refusals.replaced_parameters(what)
+        if len(held) != len(self._names):
+            raise refusals.replaced_parameters("the optimizer's groups")
+        for name, param in zip(self._names, held, strict=True):
+            own = template.params.get(name)
+            # In a replica, as another loop trains this one, the weights are no Parameters.
+            if own is not param and (own is None or isinstance(own, nn.Parameter)):
+                raise refusals.replaced_parameters(f"{name!r} of the model")
 
-    def meta(self, rule: Any = None) -> Meta:
+    def meta(self, rule: Any) -> Meta:
         """φ as the steps see it: settings in their own units, the loss's weights by name."""
         loss = functional(self.loss).params if isinstance(self.loss, nn.Module) else {}
         if not isinstance(rule, Rule):
             return Meta(functional(cast(nn.Module, self.optimizer)).params, loss)
-        given = {name: values for name, values in rule.hyper.items() if _any_requires_grad(values)}
-        return Meta({**given, **natural(self.learned, self.settings)}, loss)
-
-    def _value(self, model: nn.Module, loss: Any, val: Any) -> Tensor:
-        """L_val of one model."""
-        measure: Any = loss if self.val_loss is None else self.val_loss
-        named = named_tensors(model, "_parameters")
-        versions = versions_of(named)
-        value = measure(model, val)
-        check_unwritten(named, versions)
-        value = value[0] if isinstance(value, tuple) and value else value
-        if isinstance(value, int | float) and not torch.is_grad_enabled():
-            # A number has no gradient, and none is asked for.
-            value = torch.tensor(float(value), dtype=torch.float64)
-        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            raise refusals.not_a_val_loss(value)
-        return value.reshape(())
+        given = {
+            name: values
+            for name, values in rule.hyper.items()
+            if any([t.requires_grad for t in _tree.tensors(values)])
+        }
+        return Meta({**given, **natural_values(self.learned, self.settings)}, loss)
 
     def _check_losses(self, value: Tensor, weights: list[Tensor]) -> Tensor:
         """The loss; refuses one that no meta-parameter has an influence on."""
-        if not torch.is_grad_enabled() or not self._asks():
+        asked = any(p.requires_grad for p in self.parameters())
+        if not torch.is_grad_enabled() or not asked:
             return value
         if not any(p.requires_grad for p in weights):
             raise refusals.no_influence(type(self).__name__)
@@ -389,22 +347,13 @@ class InnerLoop(nn.Module):
             raise refusals.val_loss_without_graph()
         return value
 
-    def _asks(self) -> bool:
-        return any(p.requires_grad for p in self.parameters())
-
-    def _check_reach(self, steps: int, alone: bool) -> None:
+    def _check_reach(self, steps: int, is_under_way: bool) -> None:
         if not self.learn_init or not torch.is_grad_enabled():
             return
-        if self._going_on(alone):
+        if is_under_way:
             raise refusals.run_under_way(self.backward)
         if isinstance(self.backward, Truncated) and steps > self.backward.k:
             raise refusals.truncated_before_start(self.backward, steps)
-
-    def _keep(self, states: Callable[[], list[State]], first: int = 0) -> None:
-        """Remember where each task is, if the next call is to go on from there."""
-        if isinstance(self.backward, Truncated) and self.backward.carry:
-            plain = _tree.map(cut, dict(enumerate(states(), first)))
-            self._carried = {**(self._carried or {}), **plain}
 
     # Modules. -----------------------------------------------------------------------------------
 
@@ -416,8 +365,7 @@ class InnerLoop(nn.Module):
         def moved(value: Any) -> Any:
             return fn(value) if isinstance(value, Tensor) else value
 
-        if self._carried is not None:
-            self._carried = _tree.map(moved, self._carried)
+        self._carried = _tree.map(moved, self._carried)
         if isinstance(self.optimizer, torch.optim.Optimizer):
             for slots in self.optimizer.state.values():
                 # Counts of steps are float32 on the CPU, whatever the weights are.
@@ -455,9 +403,8 @@ class InnerLoop(nn.Module):
 
     def _unregistered(self) -> list[nn.Module]:
         """Modules that belong here and have no meta-parameters."""
-        known = set(self.modules())
         found = (self.__dict__.get("model"), self.__dict__.get("val_loss"))
-        return [m for m in found if isinstance(m, nn.Module) and m not in known]
+        return [module for module in found if isinstance(module, nn.Module)]
 
     def extra_repr(self) -> str:
         learned = [*(["init"] if self.learn_init else []), *self.learned]
@@ -467,7 +414,6 @@ class InnerLoop(nn.Module):
 
 def _usable(data: Any) -> Any:
     """Data without tensors of inference mode, which cannot be part of a graph."""
-    data = list(data) if isinstance(data, list | tuple) and type(data) is not tuple else data
 
     def usable(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -478,9 +424,3 @@ def _usable(data: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
     return _tree.map(usable, data)
-
-
-def _any_requires_grad(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_any_requires_grad, value))
-    return isinstance(value, Tensor) and value.requires_grad

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.optim import Rule
-from innerloop.optim.settings import check_name
+from innerloop.guard import refusals
+from innerloop.optim import Rule, from_torch
+from innerloop.optim.settings import (
+    check_name,
+    merge_settings,
+    plain_settings,
+    write_settings,
+)
+from innerloop.step.schedules import Factors, follows, rebase
 
 _PER = ("group", "parameter", "element", "step")
 _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -56,8 +65,9 @@ class Learn:
                     "Learn(per=('parameter', 'step'), steps=5).",
                 )
             )
-        valid = isinstance(self.steps, int) and self.steps > 0 and self.steps is not True
-        if ("step" in per) != (self.steps is not None) or (self.steps is not None and not valid):
+        steps = self.steps
+        counted = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+        if not (counted if "step" in per else steps is None):
             raise InnerLoopError(
                 four_part(
                     f"You wrote Learn(per={self.per!r}, steps={self.steps!r}).",
@@ -66,11 +76,10 @@ class Learn:
                     "Learn(per=('group', 'step'), steps=5).",
                 )
             )
-        pair = isinstance(self.transform, tuple) and len(self.transform) == 2
-        if pair:
-            pair = all(map(callable, self.transform or ()))
-        known = isinstance(self.transform, str) and self.transform in _TRANSFORMS
-        if not (self.transform is None or pair or known):
+        given: Any = self.transform
+        known = given is None or (isinstance(given, str) and given in _TRANSFORMS)
+        pair = isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))
+        if not (known or pair):
             raise InnerLoopError(
                 four_part(
                     f"You wrote Learn(transform={self.transform!r}).",
@@ -90,16 +99,22 @@ class Learn:
         return raw if self.transform is None else self._pair[0](raw)
 
     def inverse(self, name: str, value: Tensor) -> Tensor:
-        """The learned number, given the setting."""
-        raw: Any = value if self.transform is None else self._pair[1](value)
-        numbers = self.transform is None or not isinstance(raw, Tensor)
-        back: Any = raw if numbers else self._pair[0](raw)
-        wrong = _unlike(raw, back, value)
-        if wrong is not None:
+        """The learned number, given the setting; refuses one that does not lead back to it."""
+        if self.transform is None:
+            return value
+        forward, inverse = self._pair
+        raw = inverse(value)
+        back = forward(raw) if isinstance(raw, Tensor) else raw
+        wrong = value.reshape(-1)
+        if all(isinstance(t, Tensor) and t.shape == value.shape for t in (raw, back)):
+            tolerance = 1e-4 if value.dtype == torch.float32 else 1e-8
+            same = torch.isclose(back, value.to(back.dtype), rtol=tolerance, atol=1e-12)
+            wrong = wrong[~(same & raw.isfinite()).reshape(-1)]
+        if wrong.numel():
             raise InnerLoopError(
                 four_part(
                     f"You learn {name!r} with transform={self.transform!r}, and the optimizer has "
-                    f"the value {wrong:g}.",
+                    f"the value {wrong[0].item():g}.",
                     "a value inside the transform's range, and an inverse that belongs to it.",
                     "the transform does not map the inverse of this value back to it.",
                     f"torch.optim...(..., {name}=...) with a value inside, or another transform.",
@@ -112,17 +127,6 @@ class Learn:
         if isinstance(self.transform, str):
             return _TRANSFORMS[self.transform]
         return self.transform
-
-
-def _unlike(raw: Any, back: Any, value: Tensor) -> float | None:
-    """A component that a transform does not map back to itself, if there is one."""
-    flat = value.reshape(-1)
-    if not all(isinstance(t, Tensor) and t.shape == value.shape for t in (raw, back)):
-        return flat[0].item()
-    tolerance = 1e-4 if value.dtype == torch.float32 else 1e-8
-    same = torch.isclose(back, value.to(back.dtype), rtol=tolerance, atol=1e-12)
-    wrong = flat[~(same & torch.isfinite(raw)).reshape(-1)]
-    return wrong[0].item() if wrong.numel() else None
 
 
 def check_steps(how: Mapping[str, Learn], steps: int) -> None:
@@ -139,8 +143,8 @@ def check_steps(how: Mapping[str, Learn], steps: int) -> None:
             )
 
 
-def parsed(learn: Any) -> tuple[bool, dict[str, Learn]]:
-    """Whether the initial weights are learned, and which settings are, and how."""
+def parse_learn(learn: Any) -> tuple[bool, dict[str, Learn]]:
+    """True if the initial weights are learned; and how each learned setting is."""
     if isinstance(learn, str):
         learn = (learn,)
     if not isinstance(learn, Mapping):
@@ -185,8 +189,7 @@ def learned_parameters(
 
 
 def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Tensor:
-    parts = value if isinstance(value, list | tuple) else (value,)
-    if any(part is None for part in parts):
+    if value is None or (isinstance(value, tuple) and None in value):
         raise InnerLoopError(
             four_part(
                 f"You learn {name!r}, and {rule.family.name} has {value!r} there.",
@@ -195,13 +198,8 @@ def _as_value(rule: Rule, name: str, value: Any, params: Sequence[Tensor]) -> Te
                 f"torch.optim.{rule.family.name}(..., {name}=...) with numbers.",
             )
         )
-    dtype = torch.float32
-    for param in params:
-        real = param.real.dtype if param.is_complex() else param.dtype
-        dtype = torch.promote_types(dtype, real)
-    single = not isinstance(value, list | tuple)
-    numbers = [float(part) for part in parts]
-    return torch.tensor(numbers[0] if single else numbers, dtype=dtype)
+    dtypes = [p.real.dtype for p in params]
+    return torch.tensor(value, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def _initial(
@@ -230,7 +228,7 @@ def _initial(
     return by_step(torch.stack(raw if learn.over == "group" else of_each))
 
 
-def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]:
+def natural_values(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]:
     """The settings in their own units, out of the learned numbers."""
     return {
         name: [learn.forward(raw) for raw in found[name]]
@@ -238,23 +236,6 @@ def natural(how: Mapping[str, Learn], found: nn.ParameterDict) -> dict[str, Any]
         else learn.forward(found[name])
         for name, learn in how.items()
     }
-
-
-def at_step(learn: Learn, value: Any, time: int, sizes: Sequence[int], arity: int) -> list[Any]:
-    """One setting as the rule takes it: one value for each group, at one step."""
-    if learn.steps is not None:
-        value = _tree.map(lambda t: t[time], value)
-    if learn.over == "group":
-        return list(value.unbind())
-    if learn.over == "parameter":
-        parts = value.split(list(sizes))
-        return [tuple(part.unbind(1)) if arity > 1 else part for part in parts]
-    groups, start = [], 0
-    for size in sizes:
-        mine = value[start : start + size]
-        start += size
-        groups.append(tuple([t[k] for t in mine] for k in range(arity)) if arity > 1 else mine)
-    return groups
 
 
 @dataclass(frozen=True)
@@ -267,12 +248,68 @@ class StepSettings:
     """The schedule's factors of the learning rate, if there is a schedule."""
 
     def __call__(self, opt: Mapping[str, Any], time: int) -> Mapping[str, Any]:
-        sizes, hyper = self.rule.sizes or (), dict(opt)
-        for name, learn in self.learned.items():
-            hyper[name] = at_step(learn, opt[name], time, sizes, self.rule.family.settings[name])
+        hyper = {**opt, **{name: self._by_group(name, opt[name], time) for name in self.learned}}
         if self.factors is None:
             return hyper
         groups = len(self.rule.groups)
         every = {**self.rule.hyper, **hyper}
         listed = {n: v if isinstance(v, list) else [v] * groups for n, v in every.items()}
         return self.factors.apply(listed, self.learned, opt, time)
+
+    def _by_group(self, name: str, value: Any, time: int) -> list[Any]:
+        """One learned setting as the rule takes it: one value for each group, at one step."""
+        learn, arity = self.learned[name], self.rule.family.settings[name]
+        sizes = self.rule.sizes or ()
+        if learn.steps is not None:
+            value = _tree.map(lambda t: t[time], value)
+        if learn.over == "group":
+            return list(value.unbind())
+        if learn.over == "parameter":
+            parts = value.split(list(sizes))
+            return [tuple(part.unbind(1)) if arity > 1 else part for part in parts]
+        rest = iter(value)
+        groups = [[next(rest) for _ in range(size)] for size in sizes]
+        if arity == 1:
+            return groups
+        return [tuple([t[k] for t in group] for k in range(arity)) for group in groups]
+
+
+def write_learned(
+    learned: Mapping[str, Learn],
+    values: Mapping[str, Any],
+    own: torch.optim.Optimizer,
+    target: torch.optim.Optimizer,
+    schedule: Any,
+    base: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Put the values of learned settings into ``target``, an optimizer with the groups of ``own``.
+
+    ``base`` are the settings that the learned ones started from, and the result is what they start
+    from afterwards, as a schedule moves them in proportion.
+    """
+    for name, learn in learned.items():
+        if learn.steps is not None:
+            raise refusals.one_value_per_step(name)
+    rule, expected = from_torch(target), from_torch(own)
+    if rule.family is not expected.family or rule.sizes != expected.sizes:
+        raise refusals.other_groups(expected, rule)
+    shapes = [[p.shape for p in group["params"]] for group in target.param_groups]
+
+    def numbers(factors: Factors | None) -> list[dict[str, Any]]:
+        hyper = StepSettings(rule, learned, factors)(values, 0)
+        plain = plain_settings(rule.family, merge_settings(rule.family, rule.groups, shapes, hyper))
+        return [{name: group[name] for name in learned} for group in plain]
+
+    start = numbers(None)
+    now = start
+    if isinstance(schedule, LRScheduler):
+        now = numbers(Factors(schedule, base))
+        if target is not own:
+            # Its rates at this moment; the scheduler is that of the loop's own optimizer.
+            write_settings(target, now)
+            return base
+        if not follows(schedule, base, start):
+            raise refusals.scheduler_with_own_numbers(schedule)
+        rebase(schedule, base, start)
+    write_settings(target, now)
+    return [{**old, **new} for old, new in zip(base, start, strict=True)]

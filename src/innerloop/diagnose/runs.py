@@ -237,8 +237,8 @@ class Runs:
 
 def _parts(inner: InnerLoop, steps: int) -> tuple[Any, State, Meta]:
     """The loop as a pure function: its step, the initial state, and φ as the step takes it."""
-    prepared = inner.prepared(steps)
-    return prepared.step, prepared.state, prepared.meta
+    call = inner.prepare(steps)
+    return call.step, call.state, call.meta
 
 
 def _copy_with(inner: InnerLoop, **parts: Any) -> InnerLoop:

@@ -49,25 +49,22 @@ def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
         )
 
 
-def check_whole(modules: Iterable[nn.Module]) -> None:
-    """Refuse weights of which every process holds a part."""
+def check_whole(modules: Iterable[nn.Module], weights: Iterable[Tensor]) -> None:
+    """Refuse weights of which every process holds a part; a forward may have gathered them."""
     # Without these imports there are none; and importing them takes longer than all of innerloop.
     tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
-    if tensor is None:
-        return
-    for module in modules:
-        inside = fsdp is not None and isinstance(module, fsdp.FSDPModule)
-        if inside or any([isinstance(p, tensor.DTensor) for p in module._parameters.values()]):
-            raise RequirementError(
-                four_part(
-                    f"You sharded {type(module).__name__} by fully_shard or as DTensors.",
-                    "whole weights on every process.",
-                    "sharded ones are gathered by hooks of ordinary training, which the steps of "
-                    "an inner loop do not run.",
-                    "DistributedDataParallel(inner), which shares tasks or data; and Remat() or "
-                    "Binomial(k) to save memory.",
-                )
+    sharded = tensor is not None and any([type(w) is tensor.DTensor for w in weights])
+    if sharded or (fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in modules)):
+        raise RequirementError(
+            four_part(
+                "You sharded a part of the inner loop by fully_shard or as DTensors.",
+                "whole weights on every process.",
+                "sharded ones are gathered by hooks of ordinary training, which the steps of "
+                "an inner loop do not run.",
+                "DistributedDataParallel(inner), which shares tasks or data; and Remat() or "
+                "Binomial(k) to save memory.",
             )
+        )
 
 
 def check_steady(model: nn.Module) -> None:

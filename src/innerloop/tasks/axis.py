@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,14 @@ def _shown(sizes: set[int]) -> str:
     return ", ".join(sorted(words)) or "no size (there is no tensor)"
 
 
-def of_task(train: Sequence[Any], task: int) -> list[Any]:
+def slice_batches(
+    train: Sequence[Any], task: int, of: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> list[Any]:
     """The batches of one task; a batch that is used several times stays the same object."""
     slices: dict[int, Any] = {}
     for batch in train:
         if id(batch) not in slices:
-            slices[id(batch)] = sliced(batch, task)
+            slices[id(batch)] = slice_task(batch, task, of)
     return [slices[id(batch)] for batch in train]
 
 
@@ -59,22 +61,21 @@ def spread(tree: Any, count: int) -> Any:
     return _tree.map(lambda v: v.expand(count, *v.shape) if isinstance(v, Tensor) else v, tree)
 
 
-def sliced(tree: Any, task: int) -> Any:
-    """One task's part of nested tensors; what is not a tensor belongs to all tasks."""
-    return _tree.map(lambda v: v[task] if isinstance(v, Tensor) else v, tree)
+def slice_task(tree: Any, task: int, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """One task's part of ``of(tensor)`` for all tensors; the rest belongs to all tasks."""
+    return _tree.map(lambda v: of(v)[task] if isinstance(v, Tensor) else v, tree)
 
 
-def stacked(trees: list[Any], is_leaf: Any = None, shared: bool = False) -> Any:
+def stack_tasks(trees: list[Any], is_leaf: Any = None, shared: bool = False) -> Any:
     """The trees of several tasks as one; what is not a tensor becomes a list.
 
     With ``shared`` it is the same in all tasks, and stays one.
     """
-    flat = [_tree.flatten(tree, is_leaf) for tree in trees]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [
-        torch.stack(list(c))
-        if isinstance(c[0], Tensor)
-        else (c[0] if c[0] is None or shared else list(c))
-        for c in columns
-    ]
-    return _tree.unflatten(leaves, flat[0][1])
+
+    def join(*column: Any) -> Any:
+        first = column[0]
+        if isinstance(first, Tensor):
+            return torch.stack(column)
+        return first if first is None or shared else list(column)
+
+    return _tree.map_together(join, *trees, is_leaf=is_leaf)

@@ -8,7 +8,7 @@ sum of their losses is the gradient of each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from innerloop import _tree
 from innerloop.errors import InnerLoopError, NotBatchableError
 from innerloop.step.protocol import as_step
 from innerloop.step.step import InnerStep
-from innerloop.tasks.corrections import Corrections, OrderError
+from innerloop.tasks.corrections import Corrections
 
 
 def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
@@ -27,19 +27,20 @@ def over_tasks(function: Callable[..., Any], *trees: Any) -> Any:
     Tensors have a leading task axis, in ``trees`` and in the result. All else belongs to every
     task. Random numbers differ between tasks.
     """
-    leaves = _tree.leaves(trees)
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    given = _tree.tensors(trees)
     results: list[Any] = []
 
     def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = list(leaves)
-        for i, tensor in zip(where, tensors, strict=True):
-            given[i] = tensor
-        results[:] = [function(*_tree.fill(trees, given))]
+        results[:] = [function(*_fill_tensors(trees, tensors))]
         return tuple(_tree.tensors(results))
 
-    batched = iter(_vmap(one, [_beside(leaves[i], leaves[where[0]].device) for i in where]))
-    return _tree.map(lambda v: next(batched) if isinstance(v, Tensor) else v, results[0])
+    batched = _vmap(one, [_beside(tensor, given[0].device) for tensor in given])
+    return _fill_tensors(results[0], batched)
+
+
+def _fill_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    rest = iter(tensors)
+    return _tree.map(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _beside(leaf: Tensor, device: torch.device) -> Tensor:
@@ -54,16 +55,11 @@ def _beside(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def _vmap(one: Callable[..., Any], tensors: list[Tensor]) -> Any:
-    if torch.compiler.is_compiling():
-        with Corrections():
-            return torch.vmap(one, randomness="different")(*tensors)
     try:
         with Corrections():
             return torch.vmap(one, randomness="different")(*tensors)
     except InnerLoopError:
         raise
-    except OrderError as error:
-        raise NotBatchableError(str(error)) from error
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         raise NotBatchableError(f"{_layer(error)}: {first_line(error)}") from error
 

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 from torch._C._functorch import get_interpreter_stack, get_unwrapped, is_batchedtensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from innerloop.errors import NotBatchableError
 from innerloop.nn.embedding import embedding, plain_embedding
-
-
-class OrderError(Exception):
-    """Something was done that depends on the order in which tasks run."""
+from innerloop.tasks.way import saved_tensor_hooks
 
 
 class NoGenerators(TorchFunctionMode):
@@ -26,7 +23,7 @@ class NoGenerators(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if kwargs and kwargs.get("generator") is not None:
-            raise OrderError("it draws from a torch.Generator of its own")
+            raise NotBatchableError("it draws from a torch.Generator of its own")
         return func(*args, **(kwargs or {}))
 
 
@@ -51,12 +48,12 @@ class Corrections(NoGenerators):
                 return _requires_grad(args[0])
             if torch.default_generator.initial_seed() != self._seed:
                 # Tasks would have numbers of their own in spite of it.
-                raise OrderError("it sets the seed of torch's random numbers")
+                raise NotBatchableError("it sets the seed of torch's random numbers")
             hooks = saved_tensor_hooks()
             if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
                 # It would call the function again outside, with tensors that exist only inside.
                 why = "it computes a part again in the backward, by torch.utils.checkpoint"
-                raise OrderError(why)
+                raise NotBatchableError(why)
         if func in _OF_ALL and len(args) + len(kwargs or {}) == 1 and _is_mapped_once():
             return _OF_ALL[func](*args, **(kwargs or {}))
         if func is functional.embedding:
@@ -64,11 +61,6 @@ class Corrections(NoGenerators):
         if func is torch.embedding:
             return plain_embedding(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def saved_tensor_hooks() -> Any:
-    """The innermost hooks for saved tensors around this call, to pack and to unpack, or None."""
-    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]

@@ -8,30 +8,24 @@ import contextvars
 import dataclasses
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from innerloop import _tree
-from innerloop._tree import differentiable, has_tangents
 from innerloop.backward.attach import attach
-from innerloop.errors import InnerLoopError, four_part
+from innerloop.errors import InnerLoopError, NotBatchableError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Draws, Randomness
-from innerloop.tasks.corrections import NoGenerators, OrderError, saved_tensor_hooks
-from innerloop.tasks.loop import loop
-from innerloop.tasks.way import Ended, Way, warn_of_loop
+from innerloop.guard.randomness import Autocast
+from innerloop.tasks.corrections import NoGenerators
+from innerloop.tasks.way import Ended, Way, active_mode, join, refuse_draws, situation
 
 T = TypeVar("T")
-_local = threading.local()
 
 
 @dataclasses.dataclass
@@ -45,11 +39,13 @@ class threads(Way):
     """
 
     n: int | None = None
+    _checked: set[Any] = dataclasses.field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        if self.n is not None and (
-            isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1
-        ):
+        whole = isinstance(self.n, int) and not isinstance(self.n, bool) and self.n > 0
+        if self.n is not None and not whole:
             raise InnerLoopError(
                 four_part(
                     f"You gave threads({self.n!r}).",
@@ -58,40 +54,21 @@ class threads(Way):
                     "innerloop.tasks.threads(2).",
                 )
             )
-        self._refused: set[Any] = set()
-        self._seen: set[Any] = set()
 
-    def run(self, tasks: Any) -> Ended:
-        if tasks.mark not in self._refused:
-            found, why = self.run_parallel(tasks)
-            if found is not None:
-                return found
-            if not _for_now(tasks):
-                self._refused.add(tasks.mark)
-            warn_of_loop(self, why)
-        return loop().run(tasks)
-
-    def run_parallel(self, tasks: Any) -> tuple[Ended | None, str]:
-        """The result, or the reason why there is none."""
-        first = tasks.mark not in self._seen
-        if why := _for_now(tasks) or (_hooks(tasks) if first else ""):
-            return None, why
-        before, draws = Randomness(()), Draws()
+    def attempt(self, tasks: Any) -> Ended:
+        if active := active_mode():
+            raise NotBatchableError(f"{active} is active, which is so for one thread only")
+        key = situation(tasks)
+        is_first = key not in self._checked
+        if is_first:
+            _check_hooks([*tasks.call.step.roots, tasks.call.val_loss])
         count = min(self.n or torch.get_num_threads(), tasks.count)
-        each = [_Task(tasks, t, first) for t in range(tasks.count)]
-        try:
+        each = [_Task(tasks, t, is_first) for t in range(tasks.count)]
+        with refuse_draws(tasks, of_torch=True):
             _parallel(count, each, _Task.run)
-        except OrderError as error:
-            draws.undo()
-            before.set()
-            return None, f"that {error}"
-        if draws.undo() or not before.is_now():
-            before.set()
-            return None, "that the model or the loss draws random numbers, as dropout does"
-        if _share_leaves(each):
-            return None, "that the loss uses a tensor requiring grad that the loop was not given"
-        self._seen.add(tasks.mark)
-        return _join(each, count), ""
+        _check_leaves(each)
+        self._checked.add(key)
+        return _join(each, count)
 
 
 class _NoDraws(TorchDispatchMode):
@@ -99,78 +76,78 @@ class _NoDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise OrderError("the model or the loss draws random numbers, as dropout does")
+            raise NotBatchableError("the model or the loss draws random numbers, as dropout does")
         return func(*args, **(kwargs or {}))
 
 
 class _Task:
     """One task with stand-ins for all tensors that a gradient is asked of."""
 
-    def __init__(self, tasks: Any, number: int, first: bool) -> None:
-        self.tasks, self.number, self.first = tasks, number, first
+    def __init__(self, tasks: Any, number: int, is_first: bool) -> None:
+        self.tasks, self.number, self.is_first = tasks, number, is_first
         self.tracked, self.autocast = torch.is_grad_enabled(), Autocast(())
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self.closed_over: set[int] = set()
-        """The ids of leaves that the task used without being given them."""
-        self.has_strangers = False
-        """Whether one of them was not made by a step."""
-        self.leaves: list[Any] = []
-        self.spec: Any = None
-        self.where: list[int] = []
-        """Which leaves of the result a gradient can come to."""
+        self.found: Any = None
+        """The state, the outputs and the loss."""
+        self.outputs: list[Tensor] = []
+        """The tensors among them that have a graph."""
+        self.closed_over: list[Tensor] = []
+        """The leaves that the task used without being given them."""
 
     def run(self) -> None:
-        draws = _NoDraws() if self.first else contextlib.nullcontext()
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), NoGenerators(), draws:
-            found = self.tasks.one(self.number, self._stand_in)
-        self.leaves, self.spec = _tree.flatten(found)
-        self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
+        draws = _NoDraws() if self.is_first else contextlib.nullcontext()
+        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), draws:
+            self.found = self.tasks.one(self.number, self._stand_in)
+        self.outputs = list(filter(_requires_grad, _tree.leaves(self.found)))
         known = [new for _, new in self.stand_ins.values()]
         # Numbers of autograd's nodes differ between threads, so all are followed to their leaves.
-        leaves = closures.closed_over(self.outputs, known, 0)[0]
-        self.closed_over = {id(leaf) for leaf in leaves}
-        self.has_strangers = any(not hasattr(leaf, "_innerloop_made") for leaf in leaves)
+        self.closed_over = closures.closed_over(self.outputs, known, 0)[0]
 
     def _stand_in(self, value: Any) -> Any:
-        if not (self.tracked and isinstance(value, Tensor) and value.requires_grad):
+        if not (self.tracked and _requires_grad(value)):
             return value
         if id(value) not in self.stand_ins:
             # In the graph: what the loss leaves elsewhere leads to the caller's tensors too.
             self.stand_ins[id(value)] = (value, value.view_as(value))
         return self.stand_ins[id(value)][1]
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        return [self.leaves[i] for i in self.where]
-
-    def pull(self, grads: Sequence[Tensor | None], keep: bool) -> Iterator[tuple[int, Tensor]]:
+    def pull(self, grads: Sequence[Tensor | None], keep: bool) -> dict[int, Tensor]:
         """Gradients of the caller's tensors, by id."""
         pairs = [(t, g) for t, g in zip(self.outputs, grads, strict=True) if g is not None]
         targets = [new for _, new in self.stand_ins.values()]
         if not pairs or not targets:
-            return iter(())
-        with self.autocast.restored():
-            found = torch.autograd.grad(
-                [t for t, _ in pairs],
-                targets,
-                [g for _, g in pairs],
-                retain_graph=keep,
-                allow_unused=True,
-            )
+            return {}
+        outputs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, targets, given, retain_graph=keep, allow_unused=True)
         named = zip(self.stand_ins, found, strict=True)
-        return iter([(key, grad) for key, grad in named if grad is not None])
+        return {key: grad for key, grad in named if grad is not None}
 
 
-def _share_leaves(each: list[_Task]) -> bool:
-    """Whether tasks use a leaf from outside: leaves that steps make differ between tasks."""
-    if any(task.has_strangers for task in each):
-        return True
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _check_hooks(roots: Sequence[Any]) -> None:
+    """Refuse forward hooks: what they keep would be shared by the threads."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        raise NotBatchableError("there is a forward hook of all modules, which may keep things")
+    for module in closures.held_modules(roots):
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(hook, "__module__", "").partition(".")[0] != "torch":
+                name = type(module).__name__
+                raise NotBatchableError(f"{name} has a forward hook, which may keep what it sees")
+
+
+def _check_leaves(each: list[_Task]) -> None:
+    """Refuse leaves from outside: those that steps make are marked, and differ between tasks."""
     seen: set[int] = set()
     for task in each:
-        if not seen.isdisjoint(task.closed_over):
-            return True
-        seen |= task.closed_over
-    return False
+        own = {id(leaf) for leaf in task.closed_over if hasattr(leaf, "_innerloop_made")}
+        if len(own) < len(task.closed_over) or not seen.isdisjoint(own):
+            raise NotBatchableError(
+                "the loss uses a tensor requiring grad that the loop was not given"
+            )
+        seen |= own
 
 
 def _join(each: list[_Task], count: int) -> Ended:
@@ -181,37 +158,35 @@ def _join(each: list[_Task], count: int) -> Ended:
     def pull(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         keep = _autograd._get_current_graph_task_keep_graph()
         rest = iter(grads)
-        given = [(task, [next(rest) for _ in task.where]) for task in each]
-        found = _parallel(count, given, lambda pair: list(pair[0].pull(pair[1], keep)))
+        given = [(task, [next(rest) for _ in task.outputs]) for task in each]
         sums: dict[int, Tensor] = {}
-        for key, grad in (item for items in found for item in items):
-            sums[key] = sums[key] + grad if key in sums else grad
+        for found in _parallel(count, given, lambda pair: pair[0].pull(pair[1], keep)):
+            for key, grad in found.items():
+                sums[key] = sums[key] + grad if key in sums else grad
         return [sums.get(key) for key in inputs]
 
     if inputs and values:
         values = attach(values, list(inputs.values()), pull, name="tasks in threads")
     rest = iter(values)
-    found = []
-    for task in each:
-        leaves = list(task.leaves)
-        for i in task.where:
-            leaves[i] = next(rest)
-        found.append(_tree.unflatten(leaves, task.spec))
-    losses = [loss for _, _, loss in found]
-    joined = None if losses[0] is None else torch.stack(losses)
-    return Ended([(state, outs) for state, outs, _ in found], joined)
+
+    def connect(leaf: Any) -> Any:
+        return next(rest) if _requires_grad(leaf) else leaf
+
+    return join([_tree.map(connect, task.found) for task in each])
 
 
 def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
     """``function`` of each item, by several threads, one core for each."""
-    if getattr(_local, "at_work", False):
-        # In a task of other tasks: the threads are taken, and would wait for themselves.
-        return [function(item) for item in items]
-    # What the caller has set for itself by a ContextVar holds for the tasks too.
-    contexts = [contextvars.copy_context() for _ in items]
+
+    def call(item: Any) -> T:
+        # This mode also tells tasks inside a task that they are in a thread: see active_mode.
+        with NoGenerators():
+            return function(item)
+
+    pool = _pool(count)
     with _one_core_each():
-        pairs = zip(contexts, items, strict=True)
-        running = [_pool(count).submit(context.run, function, item) for context, item in pairs]
+        # What the caller has set for itself by a ContextVar holds for the tasks too.
+        running = [pool.submit(contextvars.copy_context().run, call, item) for item in items]
         try:
             return [future.result() for future in running]
         finally:
@@ -221,51 +196,15 @@ def _parallel(count: int, items: Sequence[Any], function: Callable[[Any], T]) ->
             concurrent.futures.wait(running)
 
 
-def _for_now(tasks: Any) -> str:
-    """A reason that may be gone in the next call.
-
-    What the calling thread has around it that other threads have not, or forward-mode derivatives.
-    """
-    if has_tangents(tasks.prepared.state, tasks.prepared.meta, tasks.batches, tasks.val):
-        return "that forward-mode derivatives are taken, which end between threads"
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    for mode in modes:
-        if type(mode).__module__.partition(".")[0] != "innerloop":
-            return f"that {type(mode).__name__} is active, which is so for one thread only"
-    if saved_tensor_hooks() is not None:
-        return "that hooks for saved tensors are active, which is so for one thread only"
-    return ""
-
-
-def _hooks(tasks: Any) -> str:
-    """A module with a hook, as a reason: what hooks keep is shared by the threads."""
-    if _global_forward_hooks or _global_forward_pre_hooks:
-        return "that there is a forward hook of all modules, which may keep what it sees"
-    for module in closures.held_modules([*tasks.prepared.step.roots, tasks.value]):
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not _of_torch(hook) for hook in hooks):
-            name = type(module).__name__
-            return f"that {name} has a forward hook, which may keep what it sees"
-    return ""
-
-
-def _of_torch(hook: Any) -> bool:
-    kind = hook if isinstance(hook, FunctionType) else type(hook)
-    return kind.__module__.partition(".")[0] == "torch"
-
-
 @functools.cache
 def _pool(count: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(count, "innerloop-tasks", initializer=_begin)
+    return concurrent.futures.ThreadPoolExecutor(
+        count, "innerloop-tasks", initializer=torch.set_num_threads, initargs=(1,)
+    )
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # Threads stay behind.
-
-
-def _begin() -> None:
-    _local.at_work = True
-    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from innerloop.errors import InnerLoopError, NotBatchableError, four_part
-from innerloop.guard.randomness import Draws
-from innerloop.tasks.loop import loop
-from innerloop.tasks.way import Ended, EndedTogether, Way, warn_of_loop
+from innerloop.tasks.axis import slice_task
+from innerloop.tasks.way import Ended, Way, refuse_draws
 
 
 @dataclasses.dataclass
@@ -38,46 +37,31 @@ class vmap(Way):
                     "innerloop.tasks.vmap(running_stats='per-task').",
                 )
             )
-        self._refused: set[Any] = set()
 
-    def run(self, tasks: Any) -> Ended:
-        if tasks.mark not in self._refused:
-            try:
-                return self.run_batched(tasks)
-            except NotBatchableError as error:
-                ended = loop().run(self._frozen(tasks))  # An error of the loss's own comes again.
-                self._refused.add(tasks.mark)
-                warn_of_loop(self, str(error))
-                return ended
-        return loop().run(self._frozen(tasks))
+    def run(self, tasks: Any, warn: bool = True) -> Ended:
+        if self.running_stats == "frozen":
+            tasks = tasks.without_writes(_statistics(tasks.call.step.model.source))
+        return super().run(tasks, warn)
 
-    def run_batched(self, tasks: Any) -> Ended:
-        """The same; raises :class:`NotBatchableError` where batching is impossible."""
-        backward = tasks.prepared.backward
+    def attempt(self, tasks: Any) -> Ended:
+        backward = tasks.call.backward
         if backward.each_task_alone:
             # As conjugate gradients, which would share their steps and their end.
             raise NotBatchableError(f"{type(backward).__name__} needs each task by itself")
-        before = Draws()
-        state, outs, losses = self._frozen(tasks).together()
-        if before.undo():
-            raise NotBatchableError("the loss or the model draws random numbers outside torch")
-        return EndedTogether(state, outs, losses, tasks.count)
+        with refuse_draws(tasks, of_torch=False):
+            state, outs, losses = tasks.together()
 
-    def _frozen(self, tasks: Any) -> Any:
-        if self.running_stats == "per-task":
-            return tasks
-        return tasks.without_writes(_statistics(tasks.prepared.step.model.source))
+        def each() -> list[tuple[Any, Any]]:
+            return [(slice_task(state, t), slice_task(outs, t)) for t in range(tasks.count)]
+
+        return Ended(losses, list(state.params.values()), each)
 
 
 def _statistics(model: nn.Module) -> frozenset[str]:
     """The names of the running statistics of batch norms."""
-    norms = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-    ]
     return frozenset(
         f"{name}.{buffer}" if name else buffer
-        for name, module in norms
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
         for buffer, _ in module.named_buffers(recurse=False)
     )

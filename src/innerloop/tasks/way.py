@@ -1,49 +1,117 @@
-"""The base class of the ways to run tasks."""
+"""The base class of the ways to run tasks, and the loop to which they fall back."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch._C import _autograd
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from innerloop.errors import InnerLoopError, four_part
-from innerloop.tasks.axis import sliced
-
-
-class Ended:
-    """All tasks after training: the state and the outputs of each, and their losses. [tasks]"""
-
-    def __init__(self, each: list[tuple[Any, Any]], losses: Tensor | None) -> None:
-        self.each, self.losses = each, losses
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The final weights of all tasks."""
-        return [p for state, _ in self.each for p in state.params.values()]
+from innerloop.errors import InnerLoopError, NotBatchableError, four_part
+from innerloop.guard.randomness import Draws, Randomness, devices_of
 
 
-class EndedTogether(Ended):
-    """The same with a task axis; divided only if somebody asks for a single task."""
+class Ended(NamedTuple):
+    """All tasks after training."""
 
-    def __init__(self, state: Any, outs: Any, losses: Tensor | None, count: int) -> None:
-        self.state, self.outs, self.losses, self.count = state, outs, losses, count
-
-    @functools.cached_property
-    def each(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
-        return [(sliced(self.state, t), sliced(self.outs, t)) for t in range(self.count)]
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return list(self.state.params.values())
+    losses: Tensor | None
+    """[tasks]"""
+    weights: list[Tensor]
+    """The final weights of all tasks."""
+    each: Callable[[], list[tuple[Any, Any]]]
+    """The state and the outputs of each task; they are divided only if asked for."""
 
 
+@dataclasses.dataclass
 class Way:
     """A way to run the tasks of one call; see :mod:`innerloop.tasks`."""
 
-    def run(self, tasks: Any) -> Ended:
+    _refused: set[Any] = dataclasses.field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
+
+    def run(self, tasks: Any, warn: bool = True) -> Ended:
+        """All tasks; one after another, with a warning, where this way cannot be used."""
+        key = situation(tasks)
+        if key in self._refused:
+            return one_after_another(tasks)
+        try:
+            return self.attempt(tasks)
+        except NotBatchableError as error:
+            why = str(error)
+        ended = one_after_another(tasks)  # an error of the loss's own comes again
+        self._refused.add(key)
+        if warn:
+            warnings.warn(
+                f"innerloop.tasks.{self} cannot be used here, so the tasks run one after another, "
+                f"which is exact. The reason: {why}. To avoid this warning: "
+                "tasks=innerloop.tasks.loop().",
+                stacklevel=2,
+            )
+        return ended
+
+    def attempt(self, tasks: Any) -> Ended:
+        """All tasks; raises :class:`NotBatchableError` where only a loop can run them."""
         raise NotImplementedError
+
+
+def one_after_another(tasks: Any) -> Ended:
+    return join([tasks.one(t) for t in range(tasks.count)])
+
+
+def join(each: list[tuple[Any, Any, Tensor | None]]) -> Ended:
+    """The results of single tasks: the state, the outputs and the loss of each."""
+    weights = [p for state, _, _ in each for p in state.params.values()]
+    losses = [loss for _, _, loss in each if loss is not None]
+    stacked = torch.stack(losses) if losses else None
+    return Ended(stacked, weights, lambda: [(state, outs) for state, outs, _ in each])
+
+
+def situation(tasks: Any) -> tuple[Any, ...]:
+    """A key for what decides if tasks can be run in some way."""
+    step = tasks.call.step
+    model = step.model.source
+    hooks = sum([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()])
+    return id(model), model.training, hooks, id(step.loss), active_mode()
+
+
+def active_mode() -> str:
+    """A mode of torch that is active in this thread and in no other, or ``""``."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    if modes:
+        return type(modes[-1]).__name__
+    return "saved_tensors_hooks" if saved_tensor_hooks() is not None else ""
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost hooks for saved tensors around this call, to pack and to unpack, or None."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def refuse_draws(tasks: Any, of_torch: bool) -> Iterator[None]:
+    """Refuses random numbers outside torch, and torch's own; restores the state they had."""
+    before, draws = Randomness(devices_of(tasks.call.state.params.values())), Draws()
+    try:
+        yield
+        if draws.undo():
+            raise NotBatchableError("the model or the loss draws random numbers outside torch")
+        if of_torch and not before.is_now():
+            raise NotBatchableError("the model or the loss draws random numbers, as dropout does")
+    except NotBatchableError:
+        draws.undo()
+        before.set()
+        raise
 
 
 def check_way(tasks: Any) -> None:
@@ -58,11 +126,3 @@ def check_way(tasks: Any) -> None:
                 "tasks=True, or tasks=innerloop.tasks.loop(), .threads(), .vmap() or .auto().",
             )
         )
-
-
-def warn_of_loop(way: Way, why: str) -> None:
-    warnings.warn(
-        f"innerloop.tasks.{way} cannot be used here, so the tasks run one after another, which is "
-        f"exact. The reason is {why}. To avoid this warning: tasks=innerloop.tasks.loop().",
-        stacklevel=2,
-    )
