@@ -132,7 +132,8 @@ class Rule:
         grad_leaves = self._align(params, grads, "gradients")
         if not checked:
             check_step(self.family, leaves, grad_leaves, state)
-        settings = None if hyper else self._numbers
+        compiling = torch.compiler.is_compiling()  # Dynamo does not enter a cached_property
+        settings = None if hyper or compiling else self._numbers
         if settings is None or not checked:
             sizes = self._sizes(leaves)
             groups: Sequence[Group] = self.groups
