@@ -221,12 +221,12 @@ def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     devices = devices_of(leaves)
     with preserved(devices), torch.no_grad():
         began = time.perf_counter()
-        given = _tree.map(_tree.detach, (state, meta))
-        new, out = step(*given, _tree.map(cut, batch))
+        plain, plain_meta = _tree.map(_tree.detach, (state, meta))
+        new, out = step(plain, plain_meta, _tree.map(cut, batch))
         plain_seconds = time.perf_counter() - began
     check_visible(_tree.leaves((new, out)))
     state_size = memory.size_of(_tree.leaves(new), leaves)
-    del new, out, given
+    del new, out, plain
     with preserved(devices), memory.Meter() as meter:
         began = time.perf_counter()
         segment = Segment(step, state, [batch], StandIns({}, meta))
