@@ -11,6 +11,7 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.step.linearized import GenericLinearization
+from innerloop.step.linearized import inner_product as inner_product
 from innerloop.step.state import State
 
 Look = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
@@ -82,7 +83,7 @@ class Step:
 
     def residual(self, state: Any, meta: Any, batch: Any) -> Pairs:
         """Each unknown of a converged training, with what is zero there: θ - step(θ)."""
-        before, after = _tree.flatten(state)[0], _tree.flatten(self(state, meta, batch)[0])[0]
+        before, after = _tree.leaves(state), _tree.leaves(self(state, meta, batch)[0])
         pairs = zip(before, after, strict=True)
         return [(old, old - new) for old, new in pairs if _tree.differentiable(old)]
 
