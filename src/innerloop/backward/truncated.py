@@ -65,7 +65,7 @@ class Truncated(Backward):
             return self.within.run(step, state, meta, rest)
         check_visible(_tree.leaves(state))
         with torch.no_grad():
-            head = _Plain(batches, 0, before)
+            head = _Constants(batches, 0, before)
             state, outs = fold(step, _tree.map(_tree.detach, state), meta, head)
         check_visible(_tree.leaves(state))
         state, late = self.within.run(step, _tree.map(_tree.detach, state), meta, rest)
@@ -87,7 +87,7 @@ class Part(Sequence[Any]):
         return self.batches[self.start + j]
 
 
-class _Plain(Part):
+class _Constants(Part):
     """The same without a graph."""
 
     def __getitem__(self, j: Any) -> Any:
