@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 
 Schedule = Callable[[int], Any] | lr_scheduler.LRScheduler
@@ -119,8 +120,15 @@ class Factors:
 
 
 _AHEAD = 50  # steps of a schedule that are looked at
-_RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr")
-_MOMENTA = ("base_momentum", "max_momentum")
+# The numbers that a scheduler keeps in groups, and those it holds as lists over groups.
+_IN_GROUPS = {
+    **dict.fromkeys(("initial_lr", "max_lr", "min_lr", "swa_lr"), "lr"),
+    **dict.fromkeys(("base_momentum", "max_momentum"), "momentum"),
+}
+_IN_LISTS = {
+    **dict.fromkeys(("base_lrs", "max_lrs"), "lr"),
+    **dict.fromkeys(("base_momentums", "max_momentums"), "momentum"),
+}
 
 
 def rebase(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
@@ -129,24 +137,32 @@ def rebase(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, An
     Rates and momenta that it holds, of its own or in the groups of its optimizer, move in
     proportion to the settings, which are numbers for each group.
     """
-    pairs = list(zip(before, after, strict=True))
-    rates = [_quotient(new.get("lr"), old.get("lr")) for old, new in pairs]
-    momenta = [_quotient(_momentum(new), _momentum(old)) for old, new in pairs]
-    for group, rate, momentum in zip(schedule.optimizer.param_groups, rates, momenta, strict=True):
-        group.update({name: group[name] * rate for name in _RATES if name in group})
-        group.update({name: group[name] * momentum for name in _MOMENTA if name in group})
+    factors = [_changes(old, new) for old, new in zip(before, after, strict=True)]
+    for group, factor in zip(schedule.optimizer.param_groups, factors, strict=True):
+        for name in _IN_GROUPS.keys() & group.keys():
+            group[name] *= factor[_IN_GROUPS[name]]
     for one in _all(schedule):
-        for names, factors in ((("base_lrs", "max_lrs"), rates), (_lists_of(_MOMENTA), momenta)):
-            for name in names:
-                if hasattr(one, name):
-                    held = zip(getattr(one, name), factors, strict=True)
-                    setattr(one, name, [value * factor for value, factor in held])
+        for name in _IN_LISTS.keys() & vars(one).keys():
+            pairs = zip(getattr(one, name), factors, strict=True)
+            setattr(one, name, [value * factor[_IN_LISTS[name]] for value, factor in pairs])
         if hasattr(one, "eta_min"):
-            one.eta_min *= rates[0]
+            one.eta_min *= factors[0]["lr"]
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, float]:
+    """The factors by which the rate and the momentum of a group have changed."""
+    factors = {"lr": 1.0, "momentum": 1.0}
+    for name, value in new.items():
+        kind, start = name, old[name]
+        if name == "betas":
+            kind, start, value = "momentum", start[0], value[0]
+        if kind in factors and start:
+            factors[kind] = value / start
+    return factors
 
 
 def follows(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
-    """Whether a scheduler, rebased, takes the settings where a loop that learned them does."""
+    """True if a scheduler, rebased, takes the settings where a loop that learned them does."""
     old, twin = Factors(schedule, before), _twin(schedule)
     rebase(twin, before, after)
     for group, values in zip(twin.optimizer.param_groups, relative(old, after, 0), strict=True):
@@ -178,19 +194,6 @@ def _all(schedule: Any) -> list[Any]:
     return [schedule, *(one for part in parts for one in _all(part))]
 
 
-def _lists_of(names: Sequence[str]) -> list[str]:
-    return [f"{name}s" for name in names]
-
-
-def _quotient(new: float | None, old: float | None) -> float:
-    return 1.0 if new is None or not old else new / old
-
-
-def _momentum(settings: Mapping[str, Any]) -> float | None:
-    """What a scheduler that cycles momentum moves."""
-    return settings["betas"][0] if "betas" in settings else settings.get("momentum")
-
-
 def _close(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, tuple):
         return all(map(_close, found, wanted))
@@ -205,7 +208,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.detach().clone()
+        return value.item() if value.numel() == 1 else value
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else value
 
 
@@ -243,25 +246,10 @@ def _twin(scheduler: Any) -> Any:
     """The scheduler over a stand-in for its optimizer, which has the groups but no parameters."""
     original = scheduler.optimizer
     stand_in = object.__new__(type(original))
+    groups = [{**group, "params": []} for group in original.param_groups]
     vars(stand_in).update(
-        param_groups=[
-            {k: copy.deepcopy(_plain(v)) if k != "params" else [] for k, v in group.items()}
-            for group in original.param_groups
-        ],
+        param_groups=copy.deepcopy(_tree.map(_tree.detach, groups)),
         state={},
         defaults=dict(original.defaults),
-        step=_counted,
-        _opt_called=True,
     )
     return copy.deepcopy(scheduler, {id(original): stand_in})
-
-
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _counted() -> None:
-    """What a stand-in's ``step`` is: schedulers look whether it has been called."""
-
-
-_counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
