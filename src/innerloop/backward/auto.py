@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,8 +50,6 @@ class Row(NamedTuple):
     strategy: Backward
     peak_bytes: int
     seconds: float
-    relative_time: float
-    """The time as a multiple of the least."""
     exact: bool = True
 
 
@@ -70,14 +68,12 @@ class Forecast:
         if self.budget is not None:
             head += f", budget {memory.readable(self.budget)}"
         lines = [head, f"{'strategy':<22}{'peak memory':>12}{'time':>8}  exact"]
+        least = min(row.seconds for row in self.rows)
         for row in self.rows:
-            mark = "  <- chosen" if row.strategy == self.chosen else ""
-            exact = "yes" if row.exact else "no"
-            size = memory.readable(row.peak_bytes)
-            lines.append(
-                f"{row.strategy!s:<22}{size:>12}{row.relative_time:>7.2f}x  {exact:<5}{mark}"
-            )
-        return "\n".join(line.rstrip() for line in lines)
+            size, time = memory.readable(row.peak_bytes), row.seconds / least
+            mark = "    <- chosen" if row.strategy == self.chosen else ""
+            lines.append(f"{row.strategy!s:<22}{size:>12}{time:>7.2f}x  yes{mark}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -166,42 +162,32 @@ def forecast(step: Any, state: Any, meta: Any, batch: Any, steps: int) -> Foreca
 
 
 def _forecast(cost: Cost, steps: int, budget: int | None = None) -> Forecast:
-    rows = [_row(strategy, steps, cost) for strategy in _candidates(steps, cost, budget)]
-    least = min(row.seconds for row in rows)
-    rows = [row._replace(relative_time=row.seconds / least) for row in rows]
+    room = 0
+    if budget is not None and cost.state:
+        room = int((budget / cost.margin - cost.peak) // cost.state)
+    rows = [
+        row._replace(peak_bytes=int(cost.margin * row.peak_bytes))
+        for row in _rows(cost, steps, room)
+    ]
     return Forecast(steps, tuple(rows), cost, budget)
 
 
-def _candidates(steps: int, cost: Cost, budget: int | None) -> list[Backward]:
-    found: list[Backward] = [Tape(), Remat()]
-    best = max(1, min(steps, round(math.sqrt(steps * cost.state / max(cost.tape, 1)))))
-    if best > 1:
-        found.append(Remat(every=best))
-    slots = {2, 4, 8}
-    if budget is not None and cost.state:
-        slots.add(int((budget / cost.margin - cost.peak) // cost.state) - 2)
-    found += [Binomial(s) for s in sorted(slots) if 1 <= s < steps]
-    if 0 < cost.inputs <= 8:
-        found.append(Forward())
-    return found
-
-
-def _row(strategy: Backward, steps: int, cost: Cost) -> Row:
-    plain, pull = cost.plain_seconds, cost.pull_seconds
+def _rows(cost: Cost, steps: int, room: int) -> Iterator[Row]:
+    """The forecasts without their margin; ``room`` is the number of states that fit the budget."""
+    state, plain, pull = cost.state, cost.plain_seconds, cost.pull_seconds
     working = cost.peak - cost.tape
-    if isinstance(strategy, Tape):
-        size, seconds = steps * cost.tape + working, steps * pull
-    elif isinstance(strategy, Remat):
-        kept = math.ceil(steps / strategy.every)
-        size = kept * cost.state + strategy.every * cost.tape + working
-        seconds = steps * (plain + pull)
-    elif isinstance(strategy, Binomial):
-        size = (strategy.slots + 2) * cost.state + cost.peak
-        seconds = (advances(steps, strategy.slots) + 1) * plain + steps * pull
-    else:
-        size = (cost.inputs + 2) * cost.state + 2 * cost.peak
-        seconds = steps * pull * (1 + cost.inputs)
-    return Row(strategy, int(cost.margin * size), seconds, 1.0)
+    yield Row(Tape(), steps * cost.tape + working, steps * pull)
+    best = round(math.sqrt(steps * state / max(cost.tape, 1)))
+    for every in sorted({1, max(1, min(steps, best))}):
+        kept = math.ceil(steps / every) * state + every * cost.tape
+        yield Row(Remat(every), kept + working, steps * (plain + pull))
+    for slots in sorted({2, 4, 8, room - 2}):
+        if 1 <= slots < steps:
+            seconds = (advances(steps, slots) + 1) * plain + steps * pull
+            yield Row(Binomial(slots), (slots + 2) * state + cost.peak, seconds)
+    if 0 < cost.inputs <= 8:
+        size = (cost.inputs + 2) * state + 2 * cost.peak
+        yield Row(Forward(), size, steps * pull * (1 + cost.inputs))
 
 
 def _largest(batches: Sequence[Any]) -> Any:
