@@ -23,7 +23,7 @@ from innerloop.backward.segment import Segment, StandIns
 from innerloop.backward.strategy import Backward, check_visible, cut, run_plainly
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.guard.randomness import devices_of, preserved
+from innerloop.guard.randomness import devices_of, restore_randomness
 from innerloop.step.protocol import Step, as_step
 
 
@@ -205,7 +205,7 @@ def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     leaves = _tree.leaves(state)
     check_visible(leaves)
     devices = devices_of(leaves)
-    with preserved(devices), torch.no_grad():
+    with restore_randomness(devices), torch.no_grad():
         began = time.perf_counter()
         plain, plain_meta = _tree.map(_tree.detach, (state, meta))
         new, out = step(plain, plain_meta, _tree.map(cut, batch))
@@ -213,7 +213,7 @@ def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
     check_visible(_tree.leaves((new, out)))
     state_size = memory.size_of(_tree.leaves(new), leaves)
     del new, out, plain
-    with preserved(devices), memory.Meter() as meter:
+    with restore_randomness(devices), memory.Meter() as meter:
         began = time.perf_counter()
         segment = Segment(step, state, [batch], StandIns({}, meta))
         tape = meter.now

@@ -24,7 +24,7 @@ from innerloop.backward.strategy import (
     shown,
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.guard.randomness import devices_of, preserved
+from innerloop.guard.randomness import devices_of, restore_randomness
 from innerloop.step.protocol import Linearization, Step, inner_product
 
 Tangents = list[Tensor | None]
@@ -101,7 +101,7 @@ class _Run:
             check_visible([*_tree.leaves(state), *values])
             suspects = point.suspects
             del point
-            with preserved(devices):
+            with restore_randomness(devices):
                 suspects.refuse(partial(_leaves_of, step, local, stand_ins.meta, batch), step.roots)
         self.state, self.tangents, self.columns = state, tangents, outs.columns
 
@@ -205,9 +205,11 @@ def _contract(
     products = iter([inner_product(along, grads) for along in tangents])
     found = []
     for like in inputs:
-        real = torch.view_as_real(torch.zeros_like(like)) if like.is_complex() else like
-        zero = like.new_zeros((), dtype=real.dtype)
-        mine = [next(products) for _ in range(real.numel())]
-        value = torch.stack([zero if p is None else p.to(zero) for p in mine]).reshape(real.shape)
-        found.append(torch.view_as_complex(value) if like.is_complex() else value)
+        grad = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        numbers = (torch.view_as_real(grad) if grad.is_complex() else grad).view(-1)
+        for k in range(numbers.numel()):
+            product = next(products)
+            if product is not None:
+                numbers[k] = product
+        found.append(grad)
     return found

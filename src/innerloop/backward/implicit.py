@@ -31,7 +31,7 @@ from innerloop.backward.strategy import (
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import closures, graph
-from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, restore_randomness
 from innerloop.guard.writes import Unwritten
 from innerloop.step.protocol import Step, fold
 
@@ -147,7 +147,7 @@ class _Run:
     def _check_closures(self) -> float:
         """Refuse tensors that the equation closes over; returns the norm of the residual."""
         since, roots = graph.now(), self.step.roots
-        with preserved(self.devices):
+        with restore_randomness(self.devices):
             given, unknown, residual = self._equation()
             suspects = closures.suspects(residual, [*given, *unknown.values()], since, roots)
             self.places, size = list(unknown), _norm(residual)
@@ -165,7 +165,7 @@ class _Run:
             raise _no_influence("the initial state")
 
     def _check_stationary(self, end: float) -> None:
-        with torch.no_grad(), preserved(self.devices):
+        with torch.no_grad(), restore_randomness(self.devices):
             batches = [_tree.map(cut, batch) for batch in self.batches]
             begin = _norm(list(self._residual(*self.start, batches).values()))
         if end > self.how.stationary * begin:
@@ -208,7 +208,7 @@ class _Run:
             leaves[i].requires_grad_()
         state = _tree.fill(self.state, leaves)
         meta, batches = _tree.map(stand_in, (self.meta, self.batches))
-        with self.autocast.restored(), torch.enable_grad():
+        with self.autocast.restore(), torch.enable_grad():
             residual = self._residual(state, meta, batches)
         unknown = {i: leaves[i] for i in moved if i in residual}
         return list(given.values()), unknown, [residual[i] for i in unknown]
@@ -231,7 +231,7 @@ class _Run:
         if any(g is not None for g in grads[len(self.places) :]):
             raise _outputs_on_the_way()
         self.callers.check()
-        with preserved(self.devices):
+        with restore_randomness(self.devices):
             given, unknown, residual = self._equation()
         weights = list(unknown.values())
         b = _flat(grads[: len(weights)], weights)

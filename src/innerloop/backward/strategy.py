@@ -19,7 +19,7 @@ class Backward(abc.ABC):
     """A strategy: how the gradient gets back over the steps of an inner loop."""
 
     each_task_alone: ClassVar[bool] = False
-    """Whether it is wrong for the steps of several tasks as one batched computation."""
+    """True if it is wrong for the steps of several tasks as one batched computation."""
 
     @abc.abstractmethod
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:

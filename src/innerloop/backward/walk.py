@@ -33,7 +33,7 @@ from innerloop.backward.strategy import (
 )
 from innerloop.errors import RequirementError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, restore_randomness
 from innerloop.guard.writes import Unwritten
 from innerloop.step.protocol import Step, fold
 
@@ -124,14 +124,14 @@ class Walk:
         self.original = {id(new): old for new, old in zip(own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
         self.stand_ins = StandIns(self.original, meta)
-        self.again = step.continued(self.stand_ins.all)
+        self.again = step.with_start(self.stand_ins.all)
         """The step, for states that are stand-ins."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
         self.segment: Segment | None = None
         """The steps that the descent begins with, if they have their graph already."""
         self.closed_over: list[Tensor] = []
-        with torch.no_grad(), self.autocast.restored():
+        with torch.no_grad(), self.autocast.restore():
             final = self._climb(ahead)
         self.final_state, self.final = final, _tree.leaves(final)
         self.constants.update(map(id, step.constants(final)))
@@ -141,7 +141,7 @@ class Walk:
     def _climb(self, ahead: bool) -> Any:
         """Keep what the order keeps before its first reversal, and go on to the last state."""
         observer = closures.Observer()
-        step = self.step.observed(observer.look)
+        step = self.step.with_observer(observer.look)
         reverse, working = self._advance_to_reversal(step, observer)
         self.pending: tuple[Reverse, Kept] | None = (reverse, working)
         if ahead:
@@ -279,7 +279,7 @@ class Walk:
             above[i] = grad
         shown = grads[len(self.moved) :]
         shown = None if all([grad is None for grad in shown]) else shown
-        with preserved(self.devices), self.autocast.restored():
+        with restore_randomness(self.devices), self.autocast.restore():
             self.first.randomness.set()
             for reverse, working in self._reversals():
                 above = self._reverse(reverse, working, above, shown)
@@ -318,7 +318,7 @@ class Walk:
         if not self.is_searched:
             leaves, older = segment.find_closures()
             if older:
-                raise closures.not_followed(None, older[0], self.step.roots)
+                raise closures.closure_error(None, older[0], self.step.roots)
             suspects, self.is_searched = closures.Suspects(leaves), True
             del leaves
         outs = None
@@ -377,7 +377,7 @@ class Walk:
 
         state = _tree.map(stand_in, self.state)
         batches = [_tree.map(stand_in, self._batch(j)) for j in range(len(self.batches))]
-        with preserved(self.devices), self.autocast.restored():
+        with restore_randomness(self.devices), self.autocast.restore():
             self.first.randomness.set()
             final, outs = fold_in_graph(self.step, state, _tree.map(stand_in, self.meta), batches)
         values: list[Tensor] = []

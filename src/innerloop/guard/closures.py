@@ -96,7 +96,7 @@ class Suspects:
         repeated = {id(leaf) for leaf in again()} if alive else set()
         for leaf in alive:
             if id(leaf) in repeated:
-                raise not_followed(leaf, None, roots)
+                raise closure_error(leaf, None, roots)
 
 
 def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
@@ -113,11 +113,11 @@ def suspects(
     """
     leaves, older = closed_over(outputs, given, since)
     if older:
-        raise not_followed(None, older[0], roots)
+        raise closure_error(None, older[0], roots)
     return Suspects(leaves)
 
 
-def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> RequirementError:
+def closure_error(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> RequirementError:
     """The error for a tensor, or one computed by a node, whose gradient cannot be given."""
     named = _find(lambda t: t is tensor or (node is not None and t.grad_fn is node), roots)
     name, tensor = named if named is not None else (None, tensor)

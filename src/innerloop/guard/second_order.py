@@ -55,7 +55,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.is_done = False
-        """Whether no further gradient needs a look."""
+        """True if no further gradient needs a look."""
 
     def look(
         self,

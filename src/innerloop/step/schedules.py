@@ -81,7 +81,7 @@ class Factors:
         ``learned`` started from the base; ``given`` are tensors of the optimizer as they are now.
         """
         if self.function is not None:
-            return {**hyper, "lr": [scaled(value, self._factor(time)) for value in hyper["lr"]]}
+            return {**hyper, "lr": [_scale(value, self._factor(time)) for value in hyper["lr"]]}
         present, new = self._row(time), dict(hyper)
         for name in self.moving & hyper.keys():
             values = [group[name] for group in present]
@@ -212,10 +212,10 @@ def _number(value: Any) -> Any:
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else value
 
 
-def scaled(value: Any, factor: Any) -> Any:
+def _scale(value: Any, factor: Any) -> Any:
     """A setting of one group in any of its forms, times a factor."""
     if isinstance(value, list | tuple):
-        return type(value)(scaled(part, factor) for part in value)
+        return type(value)(_scale(part, factor) for part in value)
     return value * factor
 
 
@@ -235,7 +235,7 @@ def _relative(name: str, value: Any, now: Any, base: Any) -> Any:
                 f"another {name!r} in the optimizer, or do not learn it.",
             )
         )
-    return scaled(value, now / base)
+    return _scale(value, now / base)
 
 
 def _components(value: Any, count: int) -> Any:

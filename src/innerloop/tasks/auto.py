@@ -11,7 +11,7 @@ from torch import Tensor
 
 from innerloop.errors import NotBatchableError
 from innerloop.guard import closures, graph
-from innerloop.guard.randomness import Draws, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Draws, Randomness, devices_of, restore_randomness
 from innerloop.tasks.batched import first_line
 from innerloop.tasks.corrections import NoGenerators, OrderError
 from innerloop.tasks.loop import loop
@@ -88,7 +88,7 @@ def _try(way: Way, tasks: Any, inputs: list[Tensor], expected: list[Tensor | Non
             break
         drawn, since = Draws(), graph.now()
         start = time.perf_counter()
-        with preserved(devices_of(inputs)):
+        with restore_randomness(devices_of(inputs)):
             before = Randomness(())
             try:
                 losses, why = _losses(way, tasks)

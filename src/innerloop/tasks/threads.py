@@ -121,7 +121,7 @@ class _Task:
 
     def run(self) -> None:
         draws = _NoDraws() if self.first else contextlib.nullcontext()
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), NoGenerators(), draws:
+        with torch.set_grad_enabled(self.tracked), self.autocast.restore(), NoGenerators(), draws:
             found = self.tasks.one(self.number, self._stand_in)
         self.leaves, self.spec = _tree.flatten(found)
         self.where = [i for i, t in enumerate(self.leaves) if differentiable(t) and t.requires_grad]
@@ -149,7 +149,7 @@ class _Task:
         targets = [new for _, new in self.stand_ins.values()]
         if not pairs or not targets:
             return iter(())
-        with self.autocast.restored():
+        with self.autocast.restore():
             found = torch.autograd.grad(
                 [t for t, _ in pairs],
                 targets,
