@@ -109,11 +109,8 @@ class Draws:
     def undo(self) -> bool:
         """Restore the state; True if numbers were drawn since."""
         drawn = random.getstate() != self._python
-        if drawn:
-            random.setstate(self._python)
-        if self._numpy is not None and self._state is not None:
-            now = self._numpy.get_state(legacy=False)
-            if str(now) != str(self._state):
-                self._numpy.set_state(self._state)
-                drawn = True
+        random.setstate(self._python)
+        if self._numpy is not None:
+            drawn = drawn or str(self._numpy.get_state(legacy=False)) != str(self._state)
+            self._numpy.set_state(self._state)
         return drawn

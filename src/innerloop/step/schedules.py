@@ -82,11 +82,11 @@ class Factors:
         """
         if self.function is not None:
             return {**hyper, "lr": [_scale(value, self._factor(time)) for value in hyper["lr"]]}
-        present, new = self._row(time), dict(hyper)
+        present, new = self.row(time), dict(hyper)
         for name in self.moving & hyper.keys():
             values = [group[name] for group in present]
             if name in learned or name in given:
-                before = self.base if name in learned else self._row(0)
+                before = self.base if name in learned else self.row(0)
                 parts = zip(hyper[name], values, before, strict=True)
                 values = [_relative(name, v, now, start[name]) for v, now, start in parts]
             new[name] = values
@@ -106,7 +106,8 @@ class Factors:
             )
         )
 
-    def _row(self, time: int) -> list[dict[str, Any]]:
+    def row(self, time: int) -> list[dict[str, Any]]:
+        """The settings of each group at a step."""
         while len(self.rows) <= time:
             if self.rows:
                 with warnings.catch_warnings():
@@ -163,29 +164,22 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, float]
 
 def follows(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
     """True if a scheduler, rebased, takes the settings where a loop that learned them does."""
+    learned = {name: [group[name] for group in after] for name in after[0]}
     old, twin = Factors(schedule, before), _twin(schedule)
     rebase(twin, before, after)
-    for group, values in zip(twin.optimizer.param_groups, relative(old, after, 0), strict=True):
-        group.update(values)
+    for name, values in old.apply(learned, learned, (), 0).items():
+        for group, value in zip(twin.optimizer.param_groups, values, strict=True):
+            group[name] = value
     new = Factors(twin, after)
     for time in range(_AHEAD):
         try:
-            wanted, found = relative(old, after, time), new._row(time)
+            wanted, found = old.apply(learned, learned, (), time), new.row(time)
         except (ValueError, IndexError):
             return time > 0  # The schedule is over.
-        for group, values in zip(found, wanted, strict=True):
-            if not all(_close(group[name], value) for name, value in values.items()):
+        for name, values in wanted.items():
+            if not _close([group[name] for group in found], values):
                 return False
     return True
-
-
-def relative(factors: Factors, settings: list[dict[str, Any]], time: int) -> list[dict[str, Any]]:
-    """Numbers for each group that started from the base, where a schedule has them at a step."""
-    rows = zip(settings, factors._row(time), factors.base, strict=True)
-    return [
-        {name: _relative(name, value, now[name], base[name]) for name, value in own.items()}
-        for own, now, base in rows
-    ]
 
 
 def _all(schedule: Any) -> list[Any]:
@@ -195,7 +189,7 @@ def _all(schedule: Any) -> list[Any]:
 
 
 def _close(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, tuple):
+    if isinstance(wanted, list | tuple):
         return all(map(_close, found, wanted))
     return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-12)
 
