@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,25 +84,22 @@ class _Run:
         for j in range(len(batches)):
             batch = _check_batch(batches[j])
             leaves = _as_leaves(_tree.leaves(state), tangents)
-            local = _tree.fill(state, leaves)
-            point = _linearize(step, local, stand_ins.meta, batch)
-            self.out = _tree.map(cut, point.out)
+            take = partial(_linearize, step, _tree.fill(state, leaves), stand_ins.meta, batch)
+            point = take()
+            state, self.out = _tree.map(cut, (point.state, point.out))
             values = _tree.leaves(self.out)
-            own, row = tangents, list(values)
-            tangents = []
-            for known, along in zip(of_meta, own, strict=True):
-                pairs = zip(leaves, along, strict=True)
-                found = {id(leaf): t for leaf, t in pairs if t is not None}
-                pushed, out = point.push(known | found)
-                tangents.append(pushed)
-                row += _with_zeros(out, values)
-            outs.write(j, row)
-            state = _tree.map(cut, point.state)
             check_visible([*_tree.leaves(state), *values])
+            row = list(values)
+            for p, known in enumerate(of_meta):
+                pairs = zip(leaves, tangents[p], strict=True)
+                found = {id(leaf): t for leaf, t in pairs if t is not None}
+                tangents[p], of_outs = point.push(known | found)
+                row += _with_zeros(of_outs, values)
+            outs.write(j, row)
             suspects = point.suspects
             del point
             with restore_randomness(devices):
-                suspects.refuse(partial(_leaves_of, step, local, stand_ins.meta, batch), step.roots)
+                suspects.refuse(partial(_leaves_of, take), step.roots)
         self.state, self.tangents, self.columns = state, tangents, outs.columns
 
     def result(self) -> tuple[Any, Any]:
@@ -193,9 +190,9 @@ def _linearize(step: Step, state: Any, meta: Any, batch: Any) -> Linearization:
         return step.linearize(state, meta, _tree.map(cut, batch))
 
 
-def _leaves_of(step: Step, state: Any, meta: Any, batch: Any) -> list[Tensor]:
+def _leaves_of(take: Callable[[], Linearization]) -> list[Tensor]:
     """The leaves that a step uses without being given them, by taking it again."""
-    return _linearize(step, state, meta, batch).suspects.alive
+    return take().suspects.alive
 
 
 def _contract(
