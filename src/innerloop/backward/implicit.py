@@ -30,7 +30,7 @@ from innerloop.backward.strategy import (
     run_plainly,
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.guard import closures, graph
+from innerloop.guard import closures
 from innerloop.guard.randomness import Autocast, Randomness, devices_of, restore_randomness
 from innerloop.guard.writes import Unwritten
 from innerloop.step.protocol import Step, fold
@@ -128,8 +128,7 @@ class _Run:
         own = [_tree.detach(leaf) for leaf in start]
         self.start = _tree.fill(state, own), _tree.map(_tree.detach, meta)
         with torch.no_grad():
-            fed = [_tree.map(cut, batch) for batch in fetched]
-            self.state, self.outs = fold(step, *self.start, fed)
+            self.state, self.outs = self._train([_tree.map(cut, batch) for batch in fetched])
         self.randomness = Randomness(self.devices)
         self.final = _tree.leaves(self.state)
         check_visible([*self.final, *_tree.leaves(self.outs)])
@@ -139,21 +138,31 @@ class _Run:
         """By the id of a final leaf that no step has replaced, the tensor that was given."""
         tensors = _tree.tensors((meta, list(self.unmoved.values()), self.batches))
         self.inputs = list({id(t): t for t in tensors if t.requires_grad}.values())
-        size = self._check_closures()
+        with restore_randomness(self.devices):
+            _, unknown, residual = self._equation()
+        self.places, size = list(unknown), _norm(residual)
+        del unknown, residual
         self._check_influence([t for t in _tree.tensors(start) if t.requires_grad])
         if self.inputs and self.places:
             self._check_stationary(size)
 
-    def _check_closures(self) -> float:
-        """Refuse tensors that the equation closes over; returns the norm of the residual."""
-        since, roots = graph.now(), self.step.roots
+    def _train(self, batches: list[Any]) -> tuple[Any, list[Any]]:
+        """Take all steps; refuse tensors that they close over."""
+        roots = self.step.roots
+        try:
+            found, leaves = self._observe(batches)
+        except closures.ComputedOutsideError as error:
+            raise closures.closure_error(None, error.node, roots) from None
         with restore_randomness(self.devices):
-            given, unknown, residual = self._equation()
-            suspects = closures.suspects(residual, [*given, *unknown.values()], since, roots)
-            self.places, size = list(unknown), _norm(residual)
-            del given, unknown, residual
-            suspects.refuse(lambda: closures.closed_over(self._equation()[2])[0], roots)
-        return size
+            closures.Suspects(leaves).refuse(lambda: self._observe(batches)[1], roots)
+        return found
+
+    def _observe(self, batches: list[Any]) -> tuple[Any, list[Tensor]]:
+        """Take all steps: the result, and the leaves they use without being given them."""
+        observer = closures.Observer()
+        found = fold(self.step.with_observer(observer.look), *self.start, batches)
+        observer.settle()
+        return found, list(observer.found.values())
 
     def _check_influence(self, learned: Sequence[Tensor]) -> None:
         lasting = self.step.lasting

@@ -29,7 +29,7 @@ class ComputedOutsideError(Exception):
 
 
 def closed_over(
-    outputs: Iterable[Tensor], given: Iterable[Tensor] = (), since: int = 0
+    outputs: Iterable[Tensor], given: Iterable[Tensor], since: int
 ) -> tuple[list[Tensor], list[Any]]:
     """The leaves, and the nodes older than ``since``, that ``outputs`` depend on besides ``given``.
 
