@@ -50,7 +50,7 @@ def test_every_budget_is_kept_and_gives_the_tapes_gradient(init: bool) -> None:
     for budget in sorted({row.peak_bytes for row in forecast(loop, batches).rows}):
         auto = il.Auto(budget)
         loop.unrolled(batches[:1], auto)
-        with memory.metered() as meter:
+        with memory.Meter() as meter:
             actual = gradients(loop, batches, auto)
         assert meter.peak <= budget, auto.forecast
         assert_same(actual, expected)
@@ -96,7 +96,7 @@ def test_the_forecast_is_what_is_allocated(name: str) -> None:
     loop, batches = wide_training(init=True)
     found = forecast(loop, batches)
     for row in (r for r in found.rows if type(r.strategy).__name__ == name):
-        with memory.metered() as meter:
+        with memory.Meter() as meter:
             gradients(loop, batches, row.strategy)
         assert row.peak_bytes / found.cost.margin == pytest.approx(meter.peak, rel=0.1), row
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.nn.utils import get_total_norm
 
 from innerloop import _tree
 from innerloop.backward import Auto, Binomial, Forward, Implicit, Remat, Tape
@@ -62,8 +63,8 @@ class Compiler:
         """The number of programs that agreed with the eager call."""
         self.refused: str | None = None
         """Why calls run eagerly, if they do."""
-        self._whole = _compiled(whole, options)
-        self._step = _compiled(one_step, options)
+        self._whole = _compile(whole, options)
+        self._step = _compile(one_step, options)
 
     def run(
         self,
@@ -80,11 +81,11 @@ class Compiler:
         inputs = [t for t in given if t.requires_grad]
         if not inputs:
             return eager()
-        draws, others, made = Randomness(devices_of(given)), Draws(), _made()
+        draws, others, made = Randomness(devices_of(given)), Draws(), _count_programs()
         try:
-            with _tracing():
+            with _trace_settings():
                 found = self._losses(inner, batches, val, way, eager)
-                if _made() == made:
+                if _count_programs() == made:
                     return found
                 grads = _gradients(found, inputs)
         except Exception as error:  # one of the user's own comes again from the eager call
@@ -100,7 +101,7 @@ class Compiler:
         if not distance <= _tolerance(losses):
             why = f"the program's losses and meta-gradient are off by {distance:.1g}"
             return self._refuse(losses, why)
-        self.programs += _made() - made
+        self.programs += _count_programs() - made
         return found
 
     def _losses(
@@ -111,9 +112,9 @@ class Compiler:
             raise _RefusedError(f"{type(backward).__name__} does not differentiate by a backward")
         size = len(batches) * sum(1 for _ in inner.model.modules())
         if self.unit == "step":
-            return eager(self._wrapped)
+            return eager(self._compiled_step)
         if self.unit == "auto" and not (isinstance(backward, Tape) and size <= _WHOLE):
-            return eager(self._wrapped)
+            return eager(self._compiled_step)
         if not isinstance(backward, Tape | Remat | Binomial | Auto):
             raise _RefusedError(f"{backward} leaves steps out; inner.compile('step') takes it")
         if isinstance(way, vmap) and way.running_stats != "per-task":
@@ -123,7 +124,7 @@ class Compiler:
         run = inner.prepare(len(batches), way is None)
         return self._whole(
             run.step,
-            _startable(run.step, run.state),
+            _start_state(run.step, run.state),
             run.meta,
             list(batches),
             val,
@@ -131,7 +132,7 @@ class Compiler:
             0 if way is None else count(batches, val),
         )
 
-    def _wrapped(self, step: InnerStep) -> CompiledStep:
+    def _compiled_step(self, step: InnerStep) -> CompiledStep:
         own = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
         return CompiledStep(**own, program=self._step)
 
@@ -198,7 +199,7 @@ class CompiledStep(InnerStep):
         plain = InnerStep(**{**own, "guard": None, "look": None, "schedule": None, "shared": None})
         # The number of the step would be a constant of the program.
         settings = self.settings_at(meta, state.time)
-        start = _startable(self, state)._replace(time=0)
+        start = _start_state(self, state)._replace(time=0)
         with torch.enable_grad():
             found = self.program(plain, start, meta._replace(opt=settings), batch)
         if self.look is not None:
@@ -208,7 +209,7 @@ class CompiledStep(InnerStep):
         return found[0]._replace(time=state.time + 1), found[1]
 
 
-def _startable(step: InnerStep, state: State) -> State:
+def _start_state(step: InnerStep, state: State) -> State:
     """The same, its trained weights requiring grad.
 
     Dynamo differentiates with respect to what its graph is given, not to leaves made inside.
@@ -253,13 +254,13 @@ def opaque(forward: F) -> F:
 # Around torch.compile. --------------------------------------------------------------------------
 
 
-def _compiled(function: Any, options: dict[str, Any]) -> Any:
+def _compile(function: Any, options: dict[str, Any]) -> Any:
     # Dynamo counts recompilations by code object: each loop has its own.
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, fullgraph=True, dynamic=False, **options)
 
 
-def _tracing() -> ExitStack:
+def _trace_settings() -> ExitStack:
     """Inner gradients are traced, and backward(retain_graph=True) stays possible."""
     import torch._dynamo
     from torch._functorch import config as functorch
@@ -277,7 +278,7 @@ def _tracing() -> ExitStack:
     return stack
 
 
-def _made() -> int:
+def _count_programs() -> int:
     """The number of programs that Dynamo has made in this process."""
     from torch._dynamo.utils import counters  # takes a second, which few need
 
@@ -303,13 +304,13 @@ def _gradients(losses: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Between all gradients, in relation to their norm; between the losses too."""
-    parts = []
-    for some, others in ((found[:1], expected[:1]), (found[1:], expected[1:])):
-        pairs = zip(some, others, strict=True)
-        apart = sum(float((a - b).detach().abs().square().sum()) for a, b in pairs)
-        size = sum(float(b.detach().abs().square().sum()) for b in others)
-        parts.append(0.0 if apart == 0 else (apart / size) ** 0.5 if size else float("inf"))
-    return max(parts)
+    ratios = []
+    for part in (slice(1), slice(1, None)):
+        pairs = zip(found[part], expected[part], strict=True)
+        apart = get_total_norm([(a - b).detach() for a, b in pairs]).item()
+        size = get_total_norm(expected[part]).item()
+        ratios.append(0.0 if apart == 0 else apart / size if size else float("inf"))
+    return max(ratios)
 
 
 def _tolerance(losses: Tensor) -> float:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import DivergedError, InnerLoopError, RequirementError, four_part
-from innerloop.guard.randomness import Devices, Randomness, devices_of, preserved, seeded
+from innerloop.guard.randomness import (
+    Devices,
+    Randomness,
+    devices_of,
+    restore_randomness,
+    seed_generators,
+)
 from innerloop.inner_loop import InnerLoop
 from innerloop.tasks import Way
 from innerloop.unroll import as_batches
@@ -62,7 +68,7 @@ def meta_update(
     phi = _updated_parameters(inner, meta_optimizer, updates)
     devices = devices_of(inner.parameters())
     if not callable(train):
-        with preserved(devices):  # a DataLoader draws a seed even if it does not shuffle
+        with restore_randomness(devices):  # a DataLoader draws a seed even if it does not shuffle
             _seed_anew(devices, phi)
             train = as_batches(train)
 
@@ -84,7 +90,7 @@ def meta_update(
         for _ in range(updates):  # line 1
             batches, held_out = _draw(train), _draw(val)
             carried = inner._carried
-            with preserved(devices):
+            with restore_randomness(devices):
                 _seed_anew(devices, phi)
                 try:
                     losses.append(
@@ -113,7 +119,7 @@ def _seed_anew(devices: Devices, phi: list[Tensor]) -> None:
         # Weighted: what is learned may keep its sum.
         weights = torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=p.device).cos()
         digest.update(struct.pack("d", (flat @ weights).item()))
-    seeded(devices, int.from_bytes(digest.digest()[:7], "big"))
+    seed_generators(devices, int.from_bytes(digest.digest()[:7], "big"))
 
 
 def _take_step(

@@ -52,7 +52,7 @@ def unroll(
         )
     weights = named_leaves(state.params) if isinstance(state, State) else {}
     versions = versions_of(weights)
-    found = backward.run(step.guarded(), state, meta, batches)
+    found = backward.run(step.with_guard(), state, meta, batches)
     check_unwritten(weights, versions)
     return found
 

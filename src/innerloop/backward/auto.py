@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from innerloop.backward.binomial import Binomial
 from innerloop.backward.forward import Forward
 from innerloop.backward.orders import advances
 from innerloop.backward.remat import Remat
+from innerloop.backward.segment import Segment, StandIns
 from innerloop.backward.strategy import Backward, check_visible, cut, run_plainly
 from innerloop.backward.tape import Tape
 from innerloop.errors import InnerLoopError, four_part
-from innerloop.guard import closures, graph
-from innerloop.guard.randomness import devices_of, preserved
+from innerloop.guard.randomness import devices_of, restore_randomness
 from innerloop.step.protocol import Step, as_step
 
 
@@ -50,8 +50,6 @@ class Row(NamedTuple):
     strategy: Backward
     peak_bytes: int
     seconds: float
-    relative_time: float
-    """The time as a multiple of the least."""
     exact: bool = True
 
 
@@ -70,14 +68,12 @@ class Forecast:
         if self.budget is not None:
             head += f", budget {memory.readable(self.budget)}"
         lines = [head, f"{'strategy':<22}{'peak memory':>12}{'time':>8}  exact"]
+        least = min(row.seconds for row in self.rows)
         for row in self.rows:
-            mark = "  <- chosen" if row.strategy == self.chosen else ""
-            exact = "yes" if row.exact else "no"
-            size = memory.readable(row.peak_bytes)
-            lines.append(
-                f"{row.strategy!s:<22}{size:>12}{row.relative_time:>7.2f}x  {exact:<5}{mark}"
-            )
-        return "\n".join(line.rstrip() for line in lines)
+            size, time = memory.readable(row.peak_bytes), row.seconds / least
+            mark = "    <- chosen" if row.strategy == self.chosen else ""
+            lines.append(f"{row.strategy!s:<22}{size:>12}{time:>7.2f}x  yes{mark}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Auto(Backward):
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        memory.parsed(self.memory)
+        memory.parse_size(self.memory)
 
     @property
     def forecast(self) -> Forecast | None:
@@ -109,103 +105,89 @@ class Auto(Backward):
         return self._memo.get("last")
 
     def for_tasks(self, count: int) -> Backward:
-        size = memory.parsed(self.memory)
+        size = memory.parse_size(self.memory)
         share = max(size // count, 2) if isinstance(size, int) else size / count
         return dataclasses.replace(self, memory=share)
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         if not torch.is_grad_enabled() or not len(batches):
             return run_plainly(step, state, meta, batches)
-        return self._choice(step, state, meta, batches).run(step, state, meta, batches)
+        return self._choose(step, state, meta, batches).run(step, state, meta, batches)
 
-    def _choice(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> Backward:
-        largest = _largest(batches)
-        leaves = _tree.leaves((state, meta, largest))
-        shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves if _is(t))
+    def _choose(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> Backward:
+        batch = _largest(batches)
+        tensors = _tree.tensors((state, meta, batch))
+        shapes = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
         key = (step.identity, shapes)
         if key not in self._memo:
-            self._memo.setdefault("steps", []).append(step)  # whose ids are in the key
-            self._memo[key] = measure(step, state, meta, largest)
-        budget = self._budget(leaves)
-        found = forecast(step, state, meta, largest, len(batches), self._memo[key], budget)
-        fitting = [row for row in found.rows if row.peak_bytes <= budget and row.exact]
+            # With the step: its identity consists of ids, which must not become those of others.
+            self._memo[key] = measure(step, state, meta, batch), step
+        budget = self._budget(tensors)
+        found = _forecast(self._memo[key][0], len(batches), budget)
+        fitting = [row for row in found.rows if row.peak_bytes <= budget]
         if not fitting:
-            raise InnerLoopError(
-                four_part(
-                    f"You gave {self}, and no strategy fits into "
-                    f"{memory.readable(budget)}:\n{found}\n",
-                    f"at least {memory.readable(min(r.peak_bytes for r in found.rows))}.",
-                    "the forecast includes a margin, and one step's activations are needed by all.",
-                    "a larger memory=, smaller batches, or a smaller model.",
-                )
-            )
+            raise self._nothing_fits(found, budget)
         chosen = min(fitting, key=lambda row: (row.seconds, row.peak_bytes)).strategy
         self._memo["last"] = dataclasses.replace(found, chosen=chosen)
         return chosen
 
-    def _budget(self, leaves: Sequence[Any]) -> int:
-        size = memory.parsed(self.memory)
+    def _budget(self, tensors: Sequence[Tensor]) -> int:
+        size = memory.parse_size(self.memory)
         if isinstance(size, int):
             return size
         if "free" not in self._memo:
-            device = next((t.device for t in leaves if _is(t)), torch.device("cpu"))
-            self._memo["free"] = memory.available(device)
+            self._memo["free"] = memory.available(tensors[0].device)
         return int(size * self._memo["free"])
 
+    def _nothing_fits(self, found: Forecast, budget: int) -> InnerLoopError:
+        return InnerLoopError(
+            four_part(
+                f"You gave {self}, and no strategy fits into {memory.readable(budget)}:\n{found}\n",
+                f"at least {memory.readable(min(r.peak_bytes for r in found.rows))}.",
+                "the forecast includes a margin, and one step's activations are needed by all.",
+                "a larger memory=, smaller batches, or a smaller model.",
+            )
+        )
 
-MARGIN = {"cpu": 2.0}
+
+_MARGIN = 2.0
 """Forecasts are this much above what was counted. Operations allocate inside, and allocators keep
 what is freed: the CPU's was measured to take up to 1.9 times of what was needed."""
 _MARGIN_ELSEWHERE = 1.25
 
 
-def forecast(
-    step: Any,
-    state: Any,
-    meta: Any,
-    batch: Any,
-    steps: int,
-    cost: Cost | None = None,
-    budget: int | None = None,
-) -> Forecast:
+def forecast(step: Any, state: Any, meta: Any, batch: Any, steps: int) -> Forecast:
     """The memory and time of every exact strategy for some steps like this one."""
-    cost = measure(as_step(step), state, meta, batch) if cost is None else cost
-    rows = [_row(strategy, steps, cost) for strategy in _candidates(steps, cost, budget)]
-    least = min(row.seconds for row in rows)
-    shown = tuple(row._replace(relative_time=row.seconds / least) for row in rows)
-    return Forecast(steps, shown, cost, budget)
+    return _forecast(measure(as_step(step), state, meta, batch), steps)
 
 
-def _candidates(steps: int, cost: Cost, budget: int | None) -> list[Backward]:
-    found: list[Backward] = [Tape(), Remat()]
-    best = max(1, min(steps, round(math.sqrt(steps * cost.state / max(cost.tape, 1)))))
-    if best > 1:
-        found.append(Remat(every=best))
-    slots = {2, 4, 8}
+def _forecast(cost: Cost, steps: int, budget: int | None = None) -> Forecast:
+    room = 0
     if budget is not None and cost.state:
-        slots.add(int((budget / cost.margin - cost.peak) // cost.state) - 2)
-    found += [Binomial(s) for s in sorted(slots) if 1 <= s < steps]
-    if 0 < cost.inputs <= 8:
-        found.append(Forward())
-    return found
+        room = int((budget / cost.margin - cost.peak) // cost.state)
+    rows = [
+        row._replace(peak_bytes=int(cost.margin * row.peak_bytes))
+        for row in _rows(cost, steps, room)
+    ]
+    return Forecast(steps, tuple(rows), cost, budget)
 
 
-def _row(strategy: Backward, steps: int, cost: Cost) -> Row:
-    plain, pull = cost.plain_seconds, cost.pull_seconds
+def _rows(cost: Cost, steps: int, room: int) -> Iterator[Row]:
+    """The forecasts without their margin; ``room`` is the number of states that fit the budget."""
+    state, plain, pull = cost.state, cost.plain_seconds, cost.pull_seconds
     working = cost.peak - cost.tape
-    if isinstance(strategy, Tape):
-        size, seconds = steps * cost.tape + working, steps * pull
-    elif isinstance(strategy, Remat):
-        kept = math.ceil(steps / strategy.every)
-        size = kept * cost.state + strategy.every * cost.tape + working
-        seconds = steps * (plain + pull)
-    elif isinstance(strategy, Binomial):
-        size = (strategy.slots + 2) * cost.state + cost.peak
-        seconds = (advances(steps, strategy.slots) + 1) * plain + steps * pull
-    else:
-        size = (cost.inputs + 2) * cost.state + 2 * cost.peak
-        seconds = steps * pull * (1 + cost.inputs)
-    return Row(strategy, int(cost.margin * size), seconds, 1.0)
+    yield Row(Tape(), steps * cost.tape + working, steps * pull)
+    best = round(math.sqrt(steps * state / max(cost.tape, 1)))
+    for every in sorted({1, max(1, min(steps, best))}):
+        kept = math.ceil(steps / every) * state + every * cost.tape
+        yield Row(Remat(every), kept + working, steps * (plain + pull))
+    for slots in sorted({2, 4, 8, room - 2}):
+        if 1 <= slots < steps:
+            seconds = (advances(steps, slots) + 1) * plain + steps * pull
+            yield Row(Binomial(slots), (slots + 2) * state + cost.peak, seconds)
+    if 0 < cost.inputs <= 8:
+        size = (cost.inputs + 2) * state + 2 * cost.peak
+        yield Row(Forward(), size, steps * pull * (1 + cost.inputs))
 
 
 def _largest(batches: Sequence[Any]) -> Any:
@@ -215,61 +197,36 @@ def _largest(batches: Sequence[Any]) -> Any:
     """
     if not isinstance(batches, list | tuple):
         return batches[0]
-    distinct = {id(b): b for b in (batches[j] for j in range(len(batches)))}
-    return max(distinct.values(), key=lambda b: memory.size_of(_tree.leaves(b)))
+    return max(batches, key=lambda batch: sum(t.nbytes for t in _tree.tensors(batch)))
 
 
 def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
-    """Take one step without and one with a graph, and count."""
-    leaves, spec = _tree.flatten(state)
-    constants = {id(t) for t in step.constants(state)}
-    start = _tree.unflatten([t if id(t) in constants else _leaf(t) for t in leaves], spec)
-    meta_leaves, meta_spec = _tree.flatten(meta)
-    given = [t for t in (*leaves, *meta_leaves) if _is(t) and t.requires_grad]
-    local = [t.detach().requires_grad_() if _is(t) and t.requires_grad else t for t in meta_leaves]
+    """The cost of a step, by taking it once without and once with a graph."""
+    leaves = _tree.leaves(state)
     check_visible(leaves)
-    with preserved(devices_of(leaves)):
+    devices = devices_of(leaves)
+    with restore_randomness(devices), torch.no_grad():
         began = time.perf_counter()
-        with torch.no_grad():
-            plain, plain_meta = _tree.map(_tree.detach, (state, meta))
-            new, out = step(plain, plain_meta, _hand_over(batch))
+        plain, plain_meta = _tree.map(_tree.detach, (state, meta))
+        new, out = step(plain, plain_meta, _tree.map(cut, batch))
         plain_seconds = time.perf_counter() - began
-        check_visible(_tree.leaves((new, out)))
-        state_size = memory.size_of(_tree.leaves(new), leaves)
-        del new, out, plain, plain_meta
-    with preserved(devices_of(leaves)), memory.metered() as meter:
-        began, since = time.perf_counter(), graph.now()
-        with torch.enable_grad():
-            after, out = step(start, _tree.unflatten(local, meta_spec), _hand_over(batch))
+    check_visible(_tree.leaves((new, out)))
+    state_size = memory.size_of(_tree.leaves(new), leaves)
+    del new, out, plain
+    with restore_randomness(devices), memory.Meter() as meter:
+        began = time.perf_counter()
+        segment = Segment(step, state, [batch], StandIns({}, meta))
         tape = meter.now
-        outputs = [t for t in _tree.leaves((after, out)) if _is(t) and t.requires_grad]
-        targets = [t for t in (*_tree.leaves(start), *local) if _is(t) and t.requires_grad]
-        closed = any(closures.closed_over(outputs, targets, since))
-        if outputs:
-            torch.autograd.grad(
-                outputs, targets, _ones(outputs), retain_graph=closed, allow_unused=True
-            )
+        is_closed = any(segment.find_closures())
+        segment.pull(_ones(segment.leaves), [_ones(segment.outs)], lambda tensor, grad: None)
         pull_seconds = time.perf_counter() - began
-        peak = meter.peak
-    # Forward does not follow what is closed over.
-    inputs = 0 if closed else sum(t.numel() for t in {id(t): t for t in given}.values())
-    kinds = {t.device.type for t in leaves if _is(t)}
-    margin = max((MARGIN.get(kind, _MARGIN_ELSEWHERE) for kind in kinds), default=2.0)
-    return Cost(state_size, tape, peak, plain_seconds, pull_seconds, inputs, margin)
+    inputs = 0
+    if not is_closed and not segment.learned:  # Forward follows neither of these
+        learned = [t for t in _tree.tensors((state, meta)) if t.requires_grad]
+        inputs = sum(t.numel() for t in {id(t): t for t in learned}.values())
+    margin = _MARGIN_ELSEWHERE if devices else _MARGIN
+    return Cost(state_size, tape, meter.peak, plain_seconds, pull_seconds, inputs, margin)
 
 
-def _hand_over(batch: Any) -> Any:
-    """A batch for a step whose effects on it are to be of no consequence."""
-    return _tree.map(lambda v: v if _is(v) and v.requires_grad else cut(v), batch)
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if differentiable(value) else value
-
-
-def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.ones_like(t) for t in tensors]
-
-
-def _is(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _ones(tree: Any) -> list[Tensor | None]:
+    return [torch.ones_like(t) if differentiable(t) else None for t in _tree.leaves(tree)]

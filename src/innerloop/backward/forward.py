@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +13,21 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop._tree import differentiable
 from innerloop.backward.attach import attach
-from innerloop.backward.strategy import Backward, check_visible, connect, cut, run_plainly
+from innerloop.backward.segment import StandIns
+from innerloop.backward.strategy import (
+    Backward,
+    check_visible,
+    connect,
+    cut,
+    parts,
+    run_plainly,
+    shown,
+)
 from innerloop.errors import InnerLoopError, RequirementError, four_part
-from innerloop.guard.randomness import devices_of, preserved
-from innerloop.step.protocol import Linearization, Step
+from innerloop.guard.randomness import devices_of, restore_randomness
+from innerloop.step.protocol import Linearization, Step, inner_product
 
-Tangent = list[Tensor | None]
+Tangents = list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -57,94 +66,74 @@ class Forward(Backward):
 
 
 class _Run:
+    """The final state, the outputs, and the derivatives of both along each unit of the inputs."""
+
     def __init__(
         self, step: Step, state: Any, meta: Any, batches: Sequence[Any], inputs: list[Tensor]
     ) -> None:
-        self.inputs, self.steps = inputs, len(batches)
-        self.meta, self.meta_spec = _tree.flatten(meta)
-        self.start = _tree.flatten(state)[0]
-        check_visible(self.start)
-        devices = devices_of(self.start)
-        units = [
-            (i, element, one)
-            for i, t in enumerate(inputs)
-            for element in range(t.numel())
-            for one in _directions(t)
+        self.inputs, leaves = inputs, _tree.leaves(state)
+        check_visible(leaves)
+        devices = devices_of(leaves)
+        stand_ins = StandIns({}, meta)
+        units = [(tensor, unit) for tensor in inputs for unit in _units(tensor)]
+        tangents: list[Tangents] = [
+            [unit if leaf is tensor else None for leaf in leaves] for tensor, unit in units
         ]
-        meta_tangents = [[self._unit(t, *unit) for t in self.meta] for unit in units]
-        tangents = [[self._unit(t, *unit) for t in self.start] for unit in units]
-        state = _tree.map(_tree.detach, state)
+        of_meta = [{id(stand_ins.of(tensor)): unit} for tensor, unit in units]
         outs = _Record(len(batches))
-        out_tangents = [_Record(len(batches)) for _ in units]
         for j in range(len(batches)):
-            local, leaves = _as_leaves(_tree.flatten(state), tangents)
-            given, meta_leaves = _as_leaves((self.meta, self.meta_spec), meta_tangents)
             batch = _check_batch(batches[j])
-            point = _linearize(step, local, given, batch)
-            for p in range(len(units)):
-                along = [*zip(leaves, tangents[p], strict=True)]
-                along += zip(meta_leaves, meta_tangents[p], strict=True)
-                known = {id(leaf): t for leaf, t in along if t is not None}
-                tangents[p], out = point.push(known)
-                out_tangents[p].write(j, _filled(out, _tree.leaves(point.out)))
-            state = _tree.map(cut, point.state)
-            shown, self.out_spec = _tree.flatten(_tree.map(cut, point.out))
-            check_visible([*_tree.leaves(state), *shown])
-            outs.write(j, shown)
+            leaves = _as_leaves(_tree.leaves(state), tangents)
+            take = partial(_linearize, step, _tree.fill(state, leaves), stand_ins.meta, batch)
+            point = take()
+            state, self.out = _tree.map(cut, (point.state, point.out))
+            values = _tree.leaves(self.out)
+            check_visible([*_tree.leaves(state), *values])
+            row = list(values)
+            for p, known in enumerate(of_meta):
+                pairs = zip(leaves, tangents[p], strict=True)
+                found = {id(leaf): t for leaf, t in pairs if t is not None}
+                tangents[p], of_outs = point.push(known | found)
+                row += _with_zeros(of_outs, values)
+            outs.write(j, row)
             suspects = point.suspects
             del point
-            with preserved(devices):
-                suspects.refuse(partial(_leaves_of, step, local, given, batch), step.roots)
-        self.final, self.spec = _tree.flatten(state)
-        self.outs, self.tangents = outs.columns, tangents
-        self.out_tangents = [record.columns for record in out_tangents]
-
-    def _unit(self, leaf: Any, which: int, element: int, one: complex) -> Tensor | None:
-        if leaf is not self.inputs[which]:
-            return None
-        unit = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-        unit.view(-1)[element] = one  # type: ignore[assignment]
-        return unit
+            with restore_randomness(devices):
+                suspects.refuse(partial(_leaves_of, take), step.roots)
+        self.state, self.tangents, self.columns = state, tangents, outs.columns
 
     def result(self) -> tuple[Any, Any]:
-        moved = [
-            i
-            for i, t in enumerate(self.final)
-            if differentiable(t) and any(along[i] is not None for along in self.tangents)
-        ]
-        places = range(self.out_spec.num_leaves)
-        outs = [self.outs.get(i, [None] * self.steps) for i in places]
-        tangents = [
-            [self.tangents[p][i] for i in moved] + self._shown(self.out_tangents[p], outs)
-            for p in range(len(self.tangents))
-        ]
+        """The final state and the stacked outputs, connected to the inputs."""
+        final, count = _tree.leaves(self.state), len(_tree.leaves(self.out))
+        outs = self.columns[:count]
+        reached = [any(along[i] is not None for along in self.tangents) for i in range(len(final))]
+        moved = [i for i, t in enumerate(final) if differentiable(t) and reached[i]]
+        tangents = []
+        for p, along in enumerate(self.tangents, start=1):
+            of_outs = self.columns[p * count : (p + 1) * count]
+            pushed = [t for i in shown(outs) for t in parts(of_outs[i])]
+            tangents.append([along[i] for i in moved] + pushed)
         final, outs = connect(
-            self.final,
+            final,
             outs,
             moved,
             lambda values: attach(
                 values, self.inputs, partial(_contract, tangents, self.inputs), name="Forward"
             ),
         )
-        return _tree.unflatten(final, self.spec), _tree.unflatten(outs, self.out_spec)
-
-    def _shown(self, tangents: dict[int, Any], outs: Sequence[Any]) -> Tangent:
-        """The tangents of what ``connect`` shows of the outputs."""
-        found: Tangent = []
-        for i, column in enumerate(outs):
-            if isinstance(column, Tensor) and differentiable(column):
-                found.append(tangents[i])
-            elif isinstance(column, list) and all(map(differentiable, column)):
-                found += list(tangents[i])
-        return found
+        return _tree.fill(self.state, final), _tree.fill(self.out, outs)
 
 
-def _directions(tensor: Tensor) -> tuple[complex, ...]:
-    return (1, 1j) if tensor.is_complex() else (1,)
+def _units(tensor: Tensor) -> Iterator[Tensor]:
+    """The directions in which a tensor has a derivative; two for each complex number."""
+    for element in range(tensor.numel()):
+        for one in (1, 1j) if tensor.is_complex() else (1,):
+            unit = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+            unit.view(-1)[element] = one  # type: ignore[assignment]
+            yield unit
 
 
-def _filled(tangents: Tangent, like: Sequence[Any]) -> list[Any]:
-    """Tangents with zeros for those that are none."""
+def _with_zeros(tangents: Tangents, like: Sequence[Any]) -> list[Any]:
     return [
         torch.zeros_like(value) if tangent is None and differentiable(value) else tangent
         for tangent, value in zip(tangents, like, strict=True)
@@ -156,37 +145,35 @@ class _Record:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.columns: dict[int, Any] = {}
+        self.columns: list[Any] = []
 
     def write(self, j: int, values: Sequence[Any]) -> None:
+        if not j:
+            self.columns = [
+                v.new_zeros([self.steps, *v.shape]) if isinstance(v, Tensor) else [] for v in values
+            ]
         for i, value in enumerate(values):
-            if isinstance(value, Tensor):
-                if i not in self.columns:
-                    self.columns[i] = value.new_zeros([self.steps, *value.shape])
-                column = self.columns[i]
-                if isinstance(column, Tensor) and column.shape[1:] == value.shape:
-                    column[j] = value
-                    continue
+            column = self.columns[i]
+            if isinstance(column, Tensor) and column.shape[1:] != getattr(value, "shape", None):
                 # Outputs of different shapes: a list, as other strategies give.
-                self.columns[i] = list(column[:j])
-            if value is not None:
-                self.columns.setdefault(i, []).append(value)
+                column = self.columns[i] = list(column[:j])
+            if isinstance(column, Tensor):
+                column[j] = value
+            else:
+                column.append(value)
 
 
-def _as_leaves(flat: Any, tangents: Sequence[Tangent]) -> tuple[Any, list[Any]]:
-    """The same tree with leaves of the graph wherever a tangent arrives."""
-    values, spec = flat
-    reached = [any(t[i] is not None for t in tangents) for i in range(len(values))]
-    leaves = [
-        value.detach().requires_grad_() if hit else _tree.detach(value)
-        for value, hit in zip(values, reached, strict=True)
+def _as_leaves(values: Sequence[Any], tangents: Sequence[Tangents]) -> list[Any]:
+    """The values, leaves of the graph wherever a tangent arrives."""
+    return [
+        value.detach().requires_grad_() if any(t[i] is not None for t in tangents) else value
+        for i, value in enumerate(map(_tree.detach, values))
     ]
-    return _tree.unflatten(leaves, spec), leaves
 
 
 def _check_batch(batch: Any) -> Any:
-    for leaf in _tree.flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+    for leaf in _tree.tensors(batch):
+        if leaf.requires_grad:
             raise RequirementError(
                 four_part(
                     f"A batch has a tensor of shape {tuple(leaf.shape)} that requires grad.",
@@ -203,33 +190,23 @@ def _linearize(step: Step, state: Any, meta: Any, batch: Any) -> Linearization:
         return step.linearize(state, meta, _tree.map(cut, batch))
 
 
-def _leaves_of(step: Step, state: Any, meta: Any, batch: Any) -> list[Tensor]:
+def _leaves_of(take: Callable[[], Linearization]) -> list[Tensor]:
     """The leaves that a step uses without being given them, by taking it again."""
-    return _linearize(step, state, meta, batch).suspects.alive
+    return take().suspects.alive
 
 
 def _contract(
-    tangents: Sequence[Tangent], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    tangents: Sequence[Tangents], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The gradients of the inputs: products of the outputs' tangents and gradients."""
-    numbers = iter([_dot(along, grads) for along in tangents])
+    products = iter([inner_product(along, grads) for along in tangents])
     found = []
     for like in inputs:
-        count = like.numel() * len(_directions(like))
-        mine = [next(numbers) for _ in range(count)]
-        value = torch.stack(mine) if mine else torch.zeros(0)
-        if like.is_complex():
-            value = torch.view_as_complex(value.reshape(-1, 2))
-        found.append(value.to(like.device, like.dtype).reshape(like.shape))
+        grad = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        numbers = (torch.view_as_real(grad) if grad.is_complex() else grad).view(-1)
+        for k in range(numbers.numel()):
+            product = next(products)
+            if product is not None:
+                numbers[k] = product
+        found.append(grad)
     return found
-
-
-def _dot(column: Tangent, grads: Sequence[Tensor | None]) -> Tensor:
-    parts = [
-        (t.conj() * g).sum().real if t.is_complex() else (t * g).sum()
-        for t, g in zip(column, grads, strict=True)
-        if t is not None and g is not None
-    ]
-    return (
-        torch.stack([part.to(parts[0].dtype) for part in parts]).sum() if parts else torch.zeros(())
-    )

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from innerloop import _tree
+from innerloop._tree import differentiable
 from innerloop.backward.attach import attach
-from innerloop.backward.solvers import conjugate_gradient, gmres, neumann
+from innerloop.backward.solvers import (
+    Product,
+    conjugate_gradient,
+    gmres,
+    neumann,
+    relative_residual,
+)
 from innerloop.backward.strategy import (
     Backward,
     check_visible,
@@ -24,11 +31,11 @@ from innerloop.backward.strategy import (
 )
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, restore_randomness
 from innerloop.guard.writes import Unwritten
 from innerloop.step.protocol import Step, fold
 
-_SOLVERS = ("cg", "neumann", "gmres")
+_SOLVERS = {"cg": conjugate_gradient, "neumann": neumann, "gmres": gmres}
 
 
 @dataclass(frozen=True)
@@ -86,36 +93,17 @@ class Implicit(Backward):
             return run_plainly(step, state, meta, batches)
         return _Run(self, step, state, meta, batches).result()
 
-    def solve(self, product: Any, b: Tensor) -> Tensor:
+    def solve(self, product: Product, b: Tensor) -> Tensor:
         """``A⁻¹ b``, or an error if the solver was to converge and did not."""
         limit = self.iterations or max(1000, 10 * b.numel())
         tolerance = self.tolerance or (1e-10 if b.dtype.itemsize >= 8 else 1e-5)
-        if self.solver == "cg":
-            x, left = conjugate_gradient(product, b, limit, tolerance)
-        elif self.solver == "neumann":
-            x, left = neumann(product, b, limit, tolerance, self.scale)
-        else:
-            x, left = gmres(product, b, limit, tolerance)
-        if self.iterations is None and not left <= 100 * tolerance:
-            raise RequirementError(
-                four_part(
-                    f"{self} stopped with a relative residual of {left:.1e}.",
-                    f"{tolerance:.0e}.",
-                    "the matrix of second derivatives is singular, not positive definite, or too "
-                    "badly conditioned for this solver and dtype.",
-                    "proximal=..., a regularized loss, solver='gmres', a larger tolerance, or "
-                    "iterations=... to take an approximation.",
-                )
-            )
+        options = {"scale": self.scale} if self.solver == "neumann" else {}
+        x = _SOLVERS[self.solver](product, b, limit, tolerance, **options)
+        if self.iterations is None:
+            residual = relative_residual(product, x, b)
+            if not residual <= 100 * tolerance:
+                raise _not_solved(self, residual, tolerance)
         return x
-
-
-_FIRST_ORDER = four_part(
-    "You differentiate with Implicit() and first_order=True.",
-    "a proximal term, or a weight decay of every weight that is measured.",
-    "with inner gradients as constants nothing else moves the point of convergence.",
-    "Implicit(proximal=1.0) for the initial weights; first_order=False for a loss.",
-)
 
 
 class _Run:
@@ -124,130 +112,71 @@ class _Run:
     def __init__(
         self, how: Implicit, step: Step, state: Any, meta: Any, batches: Sequence[Any]
     ) -> None:
-        self.how, self.step = how, step
-        self.start, self.spec = _tree.flatten(state)
-        check_visible(self.start)
-        self.meta, self.meta_spec = _tree.flatten(meta)
-        fetched = [batches[j] for j in range(len(batches))]
-        self.batches = list({id(batch): batch for batch in fetched}.values())
-        counts = Counter(map(id, fetched))
-        self.shares = [counts[id(batch)] / len(fetched) for batch in self.batches]
         if not step.symmetric and how.solver == "cg":
-            raise InnerLoopError(
-                four_part(
-                    "You gave Implicit(solver='cg') a step of your own.",
-                    "solver='gmres' or 'neumann'.",
-                    "the derivative of a step is in general not symmetric.",
-                    "Implicit(solver='gmres').",
-                )
-            )
+            raise _not_symmetric()
+        self.how, self.step, self.meta = how, step, meta
+        start = _tree.leaves(state)
+        check_visible(start)
+        fetched = [batches[j] for j in range(len(batches))]
+        counts = Counter(map(id, fetched))
+        self.batches = list({id(batch): batch for batch in fetched}.values())
+        self.shares = [counts[id(batch)] / len(fetched) for batch in self.batches]
         self.callers = Unwritten()
         self.callers.add(_tree.leaves((state, meta, self.batches)))
-        devices = devices_of(self.start)
-        self.devices, self.autocast = devices, Autocast(devices)
-        own = [_tree.detach(leaf) for leaf in self.start]
-        fed = [_tree.map(cut, batch) for batch in fetched]
+        self.devices = devices_of(start)
+        self.autocast = Autocast(self.devices)
+        own = [_tree.detach(leaf) for leaf in start]
+        self.start = _tree.fill(state, own), _tree.map(_tree.detach, meta)
         with torch.no_grad():
-            final, self.outs = self._train(_tree.unflatten(own, self.spec), meta, fed)
-            self.randomness = Randomness(devices)
-        self.final, self.final_spec = _tree.flatten(final)
-        check_visible(self.final)
+            self.state, self.outs = self._train([_tree.map(cut, batch) for batch in fetched])
+        self.randomness = Randomness(self.devices)
+        self.final = _tree.leaves(self.state)
+        check_visible([*self.final, *_tree.leaves(self.outs)])
         last = {id(leaf) for leaf in self.final}
-        pairs = zip(own, self.start, strict=True)
+        pairs = zip(own, start, strict=True)
         self.unmoved = {id(new): old for new, old in pairs if id(new) in last}
         """By the id of a final leaf that no step has replaced, the tensor that was given."""
-        self._check_inputs(meta)
+        tensors = _tree.tensors((meta, list(self.unmoved.values()), self.batches))
+        self.inputs = list({id(t): t for t in tensors if t.requires_grad}.values())
+        with restore_randomness(self.devices):
+            _, unknown, residual = self._equation()
+        self.places, size = list(unknown), _norm(residual)
+        del unknown, residual
+        self._check_influence([t for t in _tree.tensors(start) if t.requires_grad])
+        if self.inputs and self.places:
+            self._check_stationary(size)
 
-    def _train(self, state: Any, meta: Any, batches: list[Any]) -> tuple[Any, list[Any]]:
+    def _train(self, batches: list[Any]) -> tuple[Any, list[Any]]:
         """Take all steps; refuse tensors that they close over."""
-        observer, roots = closures.Observer(), self.step.roots
+        roots = self.step.roots
         try:
-            step = self.step.observed(observer.look)
-            found = fold(step, state, _tree.map(_tree.detach, meta), batches)
+            found, leaves = self._observe(batches)
         except closures.ComputedOutsideError as error:
-            raise closures.not_followed(None, error.node, roots) from None
-        observer.settle()
-        closures.Suspects(observer.found.values()).refuse(
-            lambda: self._leaves_of(state, meta, batches), roots
-        )
+            raise closures.closure_error(None, error.node, roots) from None
+        with restore_randomness(self.devices):
+            closures.Suspects(leaves).refuse(lambda: self._observe(batches)[1], roots)
         return found
 
-    def _leaves_of(self, state: Any, meta: Any, batches: list[Any]) -> list[Tensor]:
-        """The leaves that the steps use without being given them, by taking the steps again."""
+    def _observe(self, batches: list[Any]) -> tuple[Any, list[Tensor]]:
+        """Take all steps: the result, and the leaves they use without being given them."""
         observer = closures.Observer()
-        with preserved(self.devices):
-            fold(self.step.observed(observer.look), state, _tree.map(_tree.detach, meta), batches)
+        found = fold(self.step.with_observer(observer.look), *self.start, batches)
         observer.settle()
-        return list(observer.found.values())
+        return found, list(observer.found.values())
 
-    def _check_inputs(self, meta: Any) -> None:
-        learned = [t for t in self.start if isinstance(t, Tensor) and t.requires_grad]
-        resting = {id(t) for t in self.unmoved.values()}
-        lost = [t for t in learned if id(t) not in resting]
-        anchored = self.how.proximal > 0
+    def _check_influence(self, learned: Sequence[Tensor]) -> None:
         lasting = self.step.lasting
-        for name, value in ({} if lasting is None else meta.opt).items():
+        for name, value in ({} if lasting is None else self.meta.opt).items():
             if name not in lasting and any(t.requires_grad for t in _tree.tensors(value)):
-                raise RequirementError(_no_influence(f"the setting {name!r} of the optimizer"))
-        if lost and not anchored:
-            raise RequirementError(_no_influence("the initial state"))
+                raise _no_influence(f"the setting {name!r} of the optimizer")
+        resting = {id(t) for t in self.unmoved.values()}
+        if not self.how.proximal and any(id(t) not in resting for t in learned):
+            raise _no_influence("the initial state")
 
-    def result(self) -> tuple[Any, Any]:
-        tensors = [*self.meta, *self.unmoved.values(), *_tree.leaves(self.batches)]
-        inputs = {id(t): t for t in tensors if isinstance(t, Tensor) and t.requires_grad}
-        self.inputs = list(inputs.values())
-        self.places = self._places()
-        leaves = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
-        outs = columns(self.outs)
-        for column in outs:
-            check_visible(column if isinstance(column, list) else ())
-        if self.inputs and self.places:
-            self._check_stationary()
-            leaves, outs = connect(
-                leaves,
-                outs,
-                self.places,
-                lambda values: attach(values, self.inputs, self.pull, name="Implicit"),
-            )
-        return _tree.unflatten(leaves, self.final_spec), _tree.fill(self.outs[0], outs)
-
-    def _places(self) -> list[int]:
-        """Where the unknowns of the equation are among the leaves of the last state."""
-        with torch.no_grad(), preserved(self.devices):
-            meta = _tree.unflatten([_tree.detach(t) for t in self.meta], self.meta_spec)
-            state = self._at(self.final)
-            found = [
-                pair
-                for batch in self.batches
-                for pair in self.step.residual(state, meta, _tree.map(cut, batch))
-            ]
-        moved = {id(leaf) for leaf, _ in found}
-        return [i for i, leaf in enumerate(self.final) if id(leaf) in moved]
-
-    def _at(self, leaves: list[Any]) -> Any:
-        return _tree.unflatten(leaves, self.final_spec)
-
-    def residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> list[Tensor]:
-        """The residual, zero at convergence, averaged over the batches of all steps."""
-        leaves = _tree.leaves(state)
-        unknown = [leaves[i] for i in self.places]
-        total = [torch.zeros_like(leaf) for leaf in unknown]
-        for batch, share in zip(batches, self.shares, strict=True):
-            self.randomness.set()
-            # A batch may leave weights out, which then stay where they are.
-            pairs = self.step.residual(state, meta, batch)
-            moving = {id(leaf): rest for leaf, rest in pairs}
-            found = [moving.get(id(leaf)) for leaf in unknown]
-            total = [a if b is None else a + share * b for a, b in zip(total, found, strict=True)]
-        return total
-
-    def _check_stationary(self) -> None:
-        with torch.no_grad(), preserved(self.devices):
-            meta = _tree.unflatten([_tree.detach(t) for t in self.meta], self.meta_spec)
+    def _check_stationary(self, end: float) -> None:
+        with torch.no_grad(), restore_randomness(self.devices):
             batches = [_tree.map(cut, batch) for batch in self.batches]
-            start = _tree.unflatten([_tree.detach(t) for t in self.start], self.spec)
-            end = _norm(self.residual(self._at(self.final), meta, batches))
-            begin = _norm(self.residual(start, meta, batches))
+            begin = _norm(list(self._residual(*self.start, batches).values()))
         if end > self.how.stationary * begin:
             warnings.warn(
                 four_part(
@@ -259,76 +188,156 @@ class _Run:
                 stacklevel=6,
             )
 
+    def _residual(self, state: Any, meta: Any, batches: Sequence[Any]) -> dict[int, Tensor]:
+        """By the place of each unknown among the leaves, what is zero at convergence.
+
+        It is averaged over the batches of all steps. A batch may leave weights out, which then
+        stay where they are.
+        """
+        places = {id(leaf): i for i, leaf in enumerate(_tree.leaves(state))}
+        total: dict[int, Tensor] = {}
+        for batch, share in zip(batches, self.shares, strict=True):
+            self.randomness.set()
+            for leaf, rest in self.step.residual(state, meta, batch):
+                place, part = places[id(leaf)], share * rest
+                total[place] = total[place] + part if place in total else part
+        return total
+
+    def _equation(self) -> tuple[list[Tensor], dict[int, Tensor], list[Tensor]]:
+        """Stand-ins for the inputs, the unknowns by place, and the residual as their function."""
+        given = {id(t): t.detach().requires_grad_() for t in self.inputs}
+
+        def stand_in(value: Any) -> Any:
+            return given[id(value)] if id(value) in given else cut(value)
+
+        fixed = self.unmoved.keys() | {id(t) for t in self.step.constants(self.state)}
+        leaves = [stand_in(self.unmoved.get(id(leaf), leaf)) for leaf in self.final]
+        moved = [i for i, t in enumerate(self.final) if differentiable(t) and id(t) not in fixed]
+        for i in moved:
+            leaves[i].requires_grad_()
+        state = _tree.fill(self.state, leaves)
+        meta, batches = _tree.map(stand_in, (self.meta, self.batches))
+        with self.autocast.restore(), torch.enable_grad():
+            residual = self._residual(state, meta, batches)
+        unknown = {i: leaves[i] for i in moved if i in residual}
+        return list(given.values()), unknown, [residual[i] for i in unknown]
+
+    def result(self) -> tuple[Any, Any]:
+        """The last state and the stacked outputs, connected to the inputs."""
+        leaves = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
+        outs = columns(self.outs)
+        if self.inputs and self.places:
+            leaves, outs = connect(
+                leaves,
+                outs,
+                self.places,
+                lambda values: attach(values, self.inputs, self.pull, name="Implicit"),
+            )
+        return _tree.fill(self.state, leaves), _tree.fill(self.outs[0], outs)
+
     def pull(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the converged weights."""
         if any(g is not None for g in grads[len(self.places) :]):
-            raise RequirementError(
-                four_part(
-                    "You differentiate outputs of the steps (losses on the way) with Implicit().",
-                    "a function of the final state only.",
-                    "what happened on the way is not determined by where training ended.",
-                    "another strategy, or .detach() the outputs.",
-                )
-            )
+            raise _outputs_on_the_way()
         self.callers.check()
-        grads = grads[: len(self.places)]
-        given = {id(t): t.detach().requires_grad_() for t in self.inputs}
-        originals = [self.unmoved.get(id(leaf), leaf) for leaf in self.final]
-        leaves: list[Any] = [given.get(id(leaf), leaf) for leaf in originals]
-        for i in self.places:
-            leaves[i] = leaves[i].detach().requires_grad_()
-        unknown: list[Tensor] = [leaves[i] for i in self.places]
-        meta = _tree.unflatten([given.get(id(t), t) for t in self.meta], self.meta_spec)
-        batches = _tree.map(lambda t: given[id(t)] if id(t) in given else cut(t), self.batches)
-        with preserved(self.devices), self.autocast.restored(), torch.enable_grad():
-            equation = self.residual(self._at(leaves), meta, batches)
-        b = torch.cat(
-            [
-                (torch.zeros_like(u) if g is None else g).reshape(-1)
-                for u, g in zip(unknown, grads, strict=True)
-            ]
-        )
+        with restore_randomness(self.devices):
+            given, unknown, residual = self._equation()
+        weights = list(unknown.values())
+        b = _flat(grads[: len(weights)], weights)
 
         def product(v: Tensor) -> Tensor:
-            parts = _split(v, equation)
-            live = [(e, p) for e, p in zip(equation, parts, strict=True) if e.requires_grad]
-            found = torch.autograd.grad(
-                [e for e, _ in live],
-                unknown,
-                [p for _, p in live],
-                retain_graph=True,
-                materialize_grads=True,
-                allow_unused=True,
-            )
-            return torch.cat([f.reshape(-1) for f in found])
+            return _flat(_pull(residual, v, weights), weights)
 
-        if self.step.first_order and b.any():
-            constant = not any(e.requires_grad for e in equation)
-            moved = torch.zeros_like(b) if constant else product(b)
-            pairs = zip(_split(b, equation), _split(moved, equation), strict=True)
-            if any(bool(wanted.any()) and not moves.any() for wanted, moves in pairs):
-                raise RequirementError(_FIRST_ORDER)
-        solution = _split(self.how.solve(product, b), equation)
-        live = [(e, -s) for e, s in zip(equation, solution, strict=True) if e.requires_grad]
-        found = torch.autograd.grad(
-            [e for e, _ in live], list(given.values()), [s for _, s in live], allow_unused=True
-        )
-        return list(found)
+        if self.step.first_order:
+            _check_moved(b, product(b), weights)
+        return _pull(residual, -self.how.solve(product, b), given)
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return torch.stack([t.norm() for t in tensors]).norm().item()
+def _pull(residual: list[Tensor], v: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of the inputs, given that of the residual as one vector."""
+    pairs = zip(residual, _split(v, residual), strict=True)
+    live = [(rest, grad) for rest, grad in pairs if rest.requires_grad]
+    if not live:
+        return [None] * len(inputs)
+    outputs, grads = zip(*live, strict=True)
+    found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+    return list(found)
 
 
-def _split(v: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _flat(grads: Sequence[Tensor | None], like: list[Tensor]) -> Tensor:
+    pairs = zip(grads, like, strict=True)
+    return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+
+
+def _split(v: Tensor, like: list[Tensor]) -> list[Tensor]:
     parts = v.split([t.numel() for t in like])
     return [part.reshape(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def _no_influence(what: str) -> str:
-    return four_part(
-        f"You differentiate by {what} with Implicit().",
-        "meta-parameters of the loss, weight decay, or the initial weights with a proximal term.",
-        "where training has converged, the way there has no influence: the gradient is zero.",
-        "learn without it, Implicit(proximal=1.0) for the initial weights, or another strategy.",
+def _norm(tensors: list[Tensor]) -> float:
+    return torch.nn.utils.get_total_norm(tensors).item()
+
+
+# Refusals. --------------------------------------------------------------------------------------
+
+
+def _not_symmetric() -> InnerLoopError:
+    return InnerLoopError(
+        four_part(
+            "You gave Implicit(solver='cg') a step of your own.",
+            "solver='gmres' or 'neumann'.",
+            "the derivative of a step is in general not symmetric.",
+            "Implicit(solver='gmres').",
+        )
     )
+
+
+def _not_solved(how: Implicit, residual: float, tolerance: float) -> RequirementError:
+    return RequirementError(
+        four_part(
+            f"{how} stopped with a relative residual of {residual:.1e}.",
+            f"{tolerance:.0e}.",
+            "the matrix of second derivatives is singular, not positive definite, or too "
+            "badly conditioned for this solver and dtype.",
+            "proximal=..., a regularized loss, solver='gmres', a larger tolerance, or "
+            "iterations=... to take an approximation.",
+        )
+    )
+
+
+def _no_influence(what: str) -> RequirementError:
+    return RequirementError(
+        four_part(
+            f"You differentiate by {what} with Implicit().",
+            "meta-parameters of the loss, weight decay, or the initial weights with a proximal "
+            "term.",
+            "where training has converged, the way there has no influence: the gradient is zero.",
+            "learn without it, Implicit(proximal=1.0) for the initial weights, or another "
+            "strategy.",
+        )
+    )
+
+
+def _outputs_on_the_way() -> RequirementError:
+    return RequirementError(
+        four_part(
+            "You differentiate outputs of the steps (losses on the way) with Implicit().",
+            "a function of the final state only.",
+            "what happened on the way is not determined by where training ended.",
+            "another strategy, or .detach() the outputs.",
+        )
+    )
+
+
+def _check_moved(b: Tensor, image: Tensor, weights: list[Tensor]) -> None:
+    """Refuse weights that are measured and that nothing moves if the inner gradient is constant."""
+    pairs = zip(_split(b, weights), _split(image, weights), strict=True)
+    if any(bool(wanted.any()) and not bool(moves.any()) for wanted, moves in pairs):
+        raise RequirementError(
+            four_part(
+                "You differentiate with Implicit() and first_order=True.",
+                "a proximal term, or a weight decay of every weight that is measured.",
+                "with inner gradients as constants nothing else moves the point of convergence.",
+                "Implicit(proximal=1.0) for the initial weights; first_order=False for a loss.",
+            )
+        )

@@ -1,4 +1,4 @@
-"""Memory: bytes that a computation allocates, and bytes available."""
+"""Bytes: what a computation allocates, and what is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-
-def parsed(memory: Any) -> int | float:
-    """Bytes as a whole number, a share of what is available as a fraction."""
-    if isinstance(memory, str):
-        found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)?b?\s*", memory.lower())
-        with contextlib.suppress(ValueError):
-            if found is not None:
-                size = int(float(found[1]) * (_UNITS | _BINARY)[found[2] or ""])
-                if size > 0:
-                    return size
-    elif type(memory) is int and memory > 1:
-        return memory
-    elif type(memory) is float and 0 < memory <= 1:
-        return float(memory)
+def parse_size(memory: Any) -> int | float:
+    """Bytes as an ``int``, a fraction of the free memory as a ``float``."""
+    size = _parse_text(memory) if isinstance(memory, str) else memory
+    if type(size) is int and size > 1:
+        return size
+    if type(size) is float and 0 < size <= 1:
+        return size
     raise InnerLoopError(
         four_part(
             f"You wrote memory={memory!r}.",
@@ -44,39 +35,36 @@ def parsed(memory: Any) -> int | float:
     )
 
 
+def _parse_text(text: str) -> int | None:
+    found = re.fullmatch(r"\s*(\d*\.?\d+)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
+    if found is None:
+        return None
+    number, unit, binary = found.groups()
+    power = 0 if unit is None else 1 + "kmgt".index(unit)
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
 def available(device: torch.device) -> int:
     """The bytes that could be allocated now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_of_machine(), _of_group())
-
-
-def _of_machine() -> int:
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _of_group() -> int:
-    """The memory that a container may still use."""
-    with contextlib.suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup")
-        limit = int((folder / "memory.max").read_text())
-        return limit - int((folder / "memory.current").read_text())
-    return 2**62
+        line = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+        free = free if line is None else int(line[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # in a container, which may have less
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
 
 
 def size_of(leaves: Iterable[Any], besides: Iterable[Any] = ()) -> int:
-    """The bytes of the tensors among ``leaves`` whose memory is not also that of ``besides``."""
+    """The bytes of the tensors among ``leaves`` that do not share memory with ``besides``."""
     known = {t.untyped_storage().data_ptr() for t in besides if isinstance(t, Tensor)}
-    found = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in leaves
-        if isinstance(t, Tensor)
-    }
-    return sum(size for pointer, size in found.items() if pointer not in known)
+    storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for pointer, size in sizes.items() if pointer not in known)
 
 
 def readable(size: float) -> str:
@@ -88,49 +76,32 @@ def readable(size: float) -> str:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make, as long as they live."""
+    """Counts the bytes of the tensors that operations make inside the block, while they live."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._known: dict[int, Any] = {}
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.detach.default:
-            return out  # As batches are, which are there anyway.
-        for leaf in _tree.flatten(out)[0]:
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+        if func is not torch.ops.aten.detach.default:  # as batches are, which are there anyway
+            for tensor in _tree.tensors(out):
+                self._count(tensor.untyped_storage())
         return out
 
     def _count(self, storage: Any) -> None:
         try:
             pointer, size = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # A tensor of zeros in forward mode, which has no memory.
+        except RuntimeError:  # a tensor of zeros in forward mode, which has no memory
             return
-        if not size or pointer in self._known:
-            return
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self._known[pointer] = weakref.finalize(storage, self._forget, pointer, size)
+        if size and pointer not in self._known:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            self._known.add(pointer)
+            weakref.finalize(storage, self._forget, pointer, size)
 
     def _forget(self, pointer: int, size: int) -> None:
         self.now -= size
-        del self._known[pointer]
-
-    def close(self) -> None:
-        for finalizer in self._known.values():
-            finalizer.detach()
-
-
-@contextlib.contextmanager
-def metered() -> Iterator[Meter]:
-    """Count what the block allocates."""
-    meter = Meter()
-    try:
-        with meter:
-            yield meter
-    finally:
-        meter.close()
+        self._known.discard(pointer)

@@ -60,17 +60,17 @@ def binomial(steps: int, slots: int) -> Iterator[Action]:
     Griewank and Walther, "Algorithm 799: Revolve", 2000.
     """
     yield Keep(0)
-    yield from _reversed(0, steps, slots)
+    yield from _reverse_steps(0, steps, slots)
 
 
-def _reversed(start: int, stop: int, slots: int) -> Iterator[Action]:
+def _reverse_steps(start: int, stop: int, slots: int) -> Iterator[Action]:
     """Reverse the steps from ``start``, whose state is the working one and in one of the slots."""
     while stop - start > 1:
         middle = start + _split(stop - start, slots)
         yield Advance(start, middle)
         if slots > 1:
             yield Keep(middle)
-            yield from _reversed(middle, stop, slots - 1)
+            yield from _reverse_steps(middle, stop, slots - 1)
             yield Drop(middle)
         else:
             yield Reverse(middle, stop)

@@ -1,7 +1,6 @@
 """Linear systems given only by products with the matrix: ``product(v)`` for ``A v = b``.
 
-Vectors are flat. Each solver returns the solution and the norm of what is left of ``b``, relative
-to that of ``b``.
+Vectors are flat. A solver stops when the norm of the residual is ``tolerance`` times that of ``b``.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from torch import Tensor
 Product = Callable[[Tensor], Tensor]
 
 
-def conjugate_gradient(
-    product: Product, b: Tensor, iterations: int, tolerance: float
-) -> tuple[Tensor, float]:
+def conjugate_gradient(product: Product, b: Tensor, iterations: int, tolerance: float) -> Tensor:
     """For symmetric positive definite matrices (Hestenes and Stiefel, 1952)."""
     x = torch.zeros_like(b)
     rest, direction = b.clone(), b.clone()
@@ -35,12 +32,12 @@ def conjugate_gradient(
         new = rest.dot(rest)
         direction = rest + (new / size) * direction
         size = new
-    return x, _left(product, x, b)
+    return x
 
 
 def neumann(
     product: Product, b: Tensor, iterations: int, tolerance: float, scale: float | None
-) -> tuple[Tensor, float]:
+) -> Tensor:
     """``scale · Σ (I - scale · A)ᵏ b``; converges if that matrix shrinks every vector."""
     if scale is None:
         scale = 1.0 / max(_largest(product, b), torch.finfo(b.dtype).tiny)
@@ -50,7 +47,7 @@ def neumann(
         if term.norm() <= goal:
             break
         term = term - scale * product(term)
-    return x, _left(product, x, b)
+    return x
 
 
 def _largest(product: Product, like: Tensor) -> float:
@@ -67,7 +64,7 @@ def _largest(product: Product, like: Tensor) -> float:
 
 def gmres(
     product: Product, b: Tensor, iterations: int, tolerance: float, restart: int = 50
-) -> tuple[Tensor, float]:
+) -> Tensor:
     """For any matrix (Saad and Schultz, 1986): the least residual over a growing Krylov space."""
     x, goal, taken = torch.zeros_like(b), tolerance * b.norm(), 0
     while taken < iterations:
@@ -78,7 +75,7 @@ def gmres(
         change, used = _cycle(product, rest, size, goal)
         x = x + change
         taken += used
-    return x, _left(product, x, b)
+    return x
 
 
 def _cycle(product: Product, rest: Tensor, size: int, goal: Tensor) -> tuple[Tensor, int]:
@@ -106,6 +103,7 @@ def _cycle(product: Product, rest: Tensor, size: int, goal: Tensor) -> tuple[Ten
     return change, used
 
 
-def _left(product: Product, x: Tensor, b: Tensor) -> float:
+def relative_residual(product: Product, x: Tensor, b: Tensor) -> float:
+    """The norm of ``b - A x``, relative to that of ``b``."""
     norm = b.norm()
     return 0.0 if norm == 0 else ((b - product(x)).norm() / norm).item()

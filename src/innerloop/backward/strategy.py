@@ -19,7 +19,7 @@ class Backward(abc.ABC):
     """A strategy: how the gradient gets back over the steps of an inner loop."""
 
     each_task_alone: ClassVar[bool] = False
-    """Whether it is wrong for the steps of several tasks as one batched computation."""
+    """True if it is wrong for the steps of several tasks as one batched computation."""
 
     @abc.abstractmethod
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
@@ -85,23 +85,31 @@ def columns(outs: Sequence[Any]) -> list[Any]:
     return [_stack(column) for column in leaves]
 
 
+def parts(column: Any) -> list[Any]:
+    """The values of a column: one tensor for all steps, or one for each."""
+    return [column] if isinstance(column, Tensor) else column
+
+
+def shown(columns: Sequence[Any]) -> list[int]:
+    """The places of the columns that can have a gradient."""
+    return [i for i, column in enumerate(columns) if all(map(differentiable, parts(column)))]
+
+
 def connect(
     state: Sequence[Any], outs: Sequence[Any], moved: Sequence[int], attach: Callable[..., Any]
 ) -> tuple[list[Any], list[Any]]:
     """State leaves and output columns, those that can have a gradient passed through ``attach``.
 
     ``moved`` are the places of such leaves in the state. What ``attach`` sees of the outputs are
-    all tensors of differentiable columns, in order.
+    the values of the columns that are :func:`shown`, in order.
     """
     state, outs = list(state), list(outs)
-    parts = [[c] if isinstance(c, Tensor) else c for c in outs]
-    shown = [i for i, part in enumerate(parts) if all(map(differentiable, part))]
-    values = [state[i] for i in moved] + [t for i in shown for t in parts[i]]
-    rest = iter(attach(values))
+    places = shown(outs)
+    rest = iter(attach([state[i] for i in moved] + [t for i in places for t in parts(outs[i])]))
     for i in moved:
         state[i] = next(rest)
-    for i in shown:
-        new = [next(rest) for _ in parts[i]]
+    for i in places:
+        new = [next(rest) for _ in parts(outs[i])]
         outs[i] = new[0] if isinstance(outs[i], Tensor) else new
     return state, outs
 
@@ -110,16 +118,14 @@ def grads_of_step(
     outs: Sequence[Any], grads: Sequence[Tensor | None], j: int
 ) -> list[Tensor | None]:
     """The gradients of one step's outputs, out of those of what ``connect`` showed of columns."""
-    rest, found = iter(grads), []
-    for column in outs:
-        part = [column] if isinstance(column, Tensor) else column
-        if not all(map(differentiable, part)):
-            found.append(None)
-        elif isinstance(column, Tensor):
+    rest = iter(grads)
+    found: list[Tensor | None] = [None] * len(outs)
+    for i in shown(outs):
+        if isinstance(outs[i], Tensor):
             grad = next(rest)
-            found.append(None if grad is None else grad[j])
+            found[i] = None if grad is None else grad[j]
         else:
-            found.append([next(rest) for _ in part][j])
+            found[i] = [next(rest) for _ in outs[i]][j]
     return found
 
 

@@ -43,7 +43,6 @@ class Truncated(Backward):
                     "Truncated(20, within=innerloop.Remat()).",
                 )
             )
-
         if getattr(self.within, "proximal", 0):
             raise InnerLoopError(
                 four_part(
@@ -59,39 +58,31 @@ class Truncated(Backward):
         return replace(self, within=self.within.for_tasks(count))
 
     def run(self, step: Step, state: Any, meta: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        before = max(len(batches) - self.k, 0)
-        rest = Part(batches, before, len(batches))
-        if not before:
-            return self.within.run(step, state, meta, rest)
+        steps = range(len(batches))
+        last = _Part(batches, steps[-self.k :])
+        if len(steps) <= self.k:
+            return self.within.run(step, state, meta, last)
         check_visible(_tree.leaves(state))
         with torch.no_grad():
-            head = _Plain(batches, 0, before)
-            state, outs = fold(step, _tree.map(_tree.detach, state), meta, head)
+            first = _Part(batches, steps[: -self.k], constant=True)
+            state, outs = fold(step, _tree.map(_tree.detach, state), meta, first)
         check_visible(_tree.leaves(state))
-        state, late = self.within.run(step, _tree.map(_tree.detach, state), meta, rest)
+        state, late = self.within.run(step, _tree.map(_tree.detach, state), meta, last)
         return state, _join(outs, late)
 
 
-class Part(Sequence[Any]):
-    """Some of the batches, fetched only when they are asked for."""
+class _Part(Sequence[Any]):
+    """The batches of some steps, fetched only when they are asked for."""
 
-    def __init__(self, batches: Sequence[Any], start: int, stop: int) -> None:
-        self.batches, self.start, self.stop = batches, start, stop
+    def __init__(self, batches: Sequence[Any], steps: range, constant: bool = False) -> None:
+        self.batches, self.steps, self.constant = batches, steps, constant
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.steps)
 
     def __getitem__(self, j: Any) -> Any:
-        if not 0 <= j < len(self):
-            raise IndexError(j)
-        return self.batches[self.start + j]
-
-
-class _Plain(Part):
-    """The same without a graph."""
-
-    def __getitem__(self, j: Any) -> Any:
-        return _tree.map(cut, super().__getitem__(j))
+        batch = self.batches[self.steps[j]]
+        return _tree.map(cut, batch) if self.constant else batch
 
 
 def _join(early: Sequence[Any], late: Any) -> Any:

@@ -33,7 +33,7 @@ from innerloop.backward.strategy import (
 )
 from innerloop.errors import RequirementError, four_part
 from innerloop.guard import closures
-from innerloop.guard.randomness import Autocast, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Autocast, Randomness, devices_of, restore_randomness
 from innerloop.guard.writes import Unwritten
 from innerloop.step.protocol import Step, fold
 
@@ -124,7 +124,7 @@ class Walk:
         self.original = {id(new): old for new, old in zip(own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
         self.stand_ins = StandIns(self.original, meta)
-        self.again = step.continued(self.stand_ins.all)
+        self.again = step.with_start(self.stand_ins.all)
         """The step, for states that are stand-ins."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
@@ -133,7 +133,7 @@ class Walk:
         self.closed_over: list[Tensor] = []
         self.observer: closures.Observer | None = None
         """Sees the steps of the first climb."""
-        with torch.no_grad(), self.autocast.restored():
+        with torch.no_grad(), self.autocast.restore():
             final = self._climb(ahead)
         self.final_state, self.final = final, _tree.leaves(final)
         self.constants.update(map(id, step.constants(final)))
@@ -143,8 +143,8 @@ class Walk:
     def _climb(self, ahead: bool) -> Any:
         """Keep what the order keeps before its first reversal, and go on to the last state."""
         observer = self.observer = closures.Observer()
-        self.observed = self.step.observed(observer.look)
-        self.later = self.observed.continued(())
+        self.observed = self.step.with_observer(observer.look)
+        self.later = self.observed.with_start(())
         reverse, working = self._advance_to_reversal()
         self.pending: tuple[Reverse, Kept] | None = (reverse, working)
         if ahead:
@@ -155,7 +155,7 @@ class Walk:
         self.is_random = now.cpu is not self.first.randomness.cpu or bool(self.devices)
         self.closed_over = list(observer.found.values())
         self.callers.add(self.closed_over)
-        self.observer, self.later = None, self.step.continued(())
+        self.observer, self.later = None, self.step.with_start(())
         return final
 
     def _climb_with_graph(
@@ -278,7 +278,7 @@ class Walk:
             above[i] = grad
         shown = grads[len(self.moved) :]
         shown = None if all([grad is None for grad in shown]) else shown
-        with preserved(self.devices), self.autocast.restored():
+        with restore_randomness(self.devices), self.autocast.restore():
             self.first.randomness.set()
             for reverse, working in self._reversals():
                 above = self._reverse(reverse, working, above, shown)
@@ -317,7 +317,7 @@ class Walk:
         if not self.is_searched:
             leaves, older = segment.find_closures()
             if older:
-                raise closures.not_followed(None, older[0], self.step.roots)
+                raise closures.closure_error(None, older[0], self.step.roots)
             suspects, self.is_searched = closures.Suspects(leaves), True
             del leaves
         outs = None
@@ -376,7 +376,7 @@ class Walk:
 
         state = _tree.map(stand_in, self.state)
         batches = [_tree.map(stand_in, self._batch(j)) for j in range(len(self.batches))]
-        with preserved(self.devices), self.autocast.restored():
+        with restore_randomness(self.devices), self.autocast.restore():
             self.first.randomness.set()
             final, outs = fold_in_graph(self.step, state, _tree.map(stand_in, self.meta), batches)
         values: list[Tensor] = []

@@ -28,25 +28,28 @@ def check_parts(model: Any, optimizer: Any, loss: Any) -> None:
         callable(getattr(optimizer, name, None)) for name in ("init", "update")
     )
     if not isinstance(optimizer, torch.optim.Optimizer) and not learned:
-        found = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise InnerLoopError(
             four_part(
-                f"You gave {found} as the optimizer.",
+                f"You gave {_name_of(optimizer)} as the optimizer.",
                 "an instance of a torch.optim class, or a module with init and update.",
                 "its settings and its state are where training starts.",
                 "torch.optim.SGD(model.parameters(), lr=0.1).",
             )
         )
     if isinstance(loss, type | _Loss) or not callable(loss):
-        found = loss.__name__ if isinstance(loss, type) else type(loss).__name__
         raise InnerLoopError(
             four_part(
-                f"You gave {found} as the loss.",
+                f"You gave {_name_of(loss)} as the loss.",
                 "a function loss(model, batch) or a module.",
                 "it is evaluated again at every step.",
                 "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]).",
             )
         )
+
+
+def _name_of(value: Any) -> str:
+    """The name of a class, or of a value's class."""
+    return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
 def check_whole(modules: Iterable[nn.Module], weights: Iterable[Tensor]) -> None:
@@ -86,7 +89,9 @@ def check_steady(model: nn.Module) -> None:
 
 def warn_of_hooks(params: Mapping[str, Any], optimizer: Any) -> None:
     """Say so where hooks of ordinary training are not part of the inner loop."""
-    hooked = [n for n, p in params.items() if p._backward_hooks or _after_accumulation(p)]
+    hooked = [
+        name for name, p in params.items() if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
     around = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     what = f"The parameter {hooked[0]!r} has a hook" if hooked else "The optimizer has step hooks"
     if hooked or any(getattr(optimizer, name, None) for name in around):
@@ -100,10 +105,6 @@ def warn_of_hooks(params: Mapping[str, Any], optimizer: Any) -> None:
             ),
             stacklevel=6,
         )
-
-
-def _after_accumulation(param: Any) -> Any:
-    return getattr(param, "_post_accumulate_grad_hooks", None)
 
 
 def check_callable(name: str, value: Any) -> None:

@@ -6,10 +6,11 @@ of it, or its gradient would silently be missing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -64,8 +65,7 @@ class Observer:
     def settle(self) -> None:
         """Keep the leaves that are still alive: those that the step made for itself are gone."""
         if self._suspects:
-            alive = [leaf for leaf in (ref() for ref in self._suspects) if leaf is not None]
-            self.found.update((id(leaf), leaf) for leaf in alive)
+            self.found.update((id(leaf), leaf) for leaf in _alive(self._suspects))
             self._suspects = []
 
 
@@ -82,8 +82,7 @@ class Suspects:
     @property
     def alive(self) -> list[Tensor]:
         """The leaves that something still holds."""
-        found = [reference() for reference in self._leaves]
-        return [leaf for leaf in found if leaf is not None]
+        return _alive(self._leaves)
 
     def refuse(self, again: Callable[[], Iterable[Tensor]], roots: Sequence[Any]) -> None:
         """Raise an error that names a leaf from outside, if there is one.
@@ -97,7 +96,12 @@ class Suspects:
         repeated = {id(leaf) for leaf in again()} if alive else set()
         for leaf in alive:
             if id(leaf) in repeated:
-                raise not_followed(leaf, None, roots)
+                raise closure_error(leaf, None, roots)
+
+
+def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    found = [reference() for reference in references]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def suspects(
@@ -109,11 +113,11 @@ def suspects(
     """
     leaves, older = closed_over(outputs, given, since)
     if older:
-        raise not_followed(None, older[0], roots)
+        raise closure_error(None, older[0], roots)
     return Suspects(leaves)
 
 
-def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> RequirementError:
+def closure_error(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> RequirementError:
     """The error for a tensor, or one computed by a node, whose gradient cannot be given."""
     named = _find(lambda t: t is tensor or (node is not None and t.grad_fn is node), roots)
     name, tensor = named if named is not None else (None, tensor)
@@ -133,79 +137,73 @@ def not_followed(tensor: Tensor | None, node: Any, roots: Sequence[Any]) -> Requ
     )
 
 
+# What functions and modules hold. ---------------------------------------------------------------
+
 _INTERNAL = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_DEPTH = 5
 _MANY = 100
-"""The most members of a container that are searched."""
-_HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
+"""The most members of a container that are searched for modules."""
 
 
 def held_modules(roots: Sequence[Any]) -> list[nn.Module]:
     """The modules that functions and objects among ``roots`` hold, a few levels deep."""
-    found: dict[int, nn.Module] = {}
-    level, seen = list(roots), set()
-    for _ in range(5):
-        level = [value for value in level if id(value) not in seen]
-        seen.update(map(id, level))
-        for value in level:
-            if isinstance(value, nn.Module):
-                found.update((id(module), module) for module in value.modules())
-        level = [v for value in level for _, v in _held_by(value)[:_MANY]]
-    return list(found.values())
+    held = [value for _, value in _held(roots, _MANY) if isinstance(value, nn.Module)]
+    return list({id(module): module for owner in held for module in owner.modules()}.values())
 
 
 def _find(wanted: Callable[[Tensor], bool], roots: Sequence[Any]) -> tuple[str, Tensor] | None:
     """A tensor that functions or modules among ``roots`` hold, and how they call it."""
-    level = [(root, "") for root in roots]
-    seen: set[int] = set()
-    for _ in range(5):
-        following: list[tuple[Any, str]] = []
-        for value, path in level:
-            if isinstance(value, Tensor) and path and wanted(value):
-                return path, value
-            if id(value) not in seen:
-                seen.add(id(value))
-                following += [
-                    (v, ".".join(part for part in (path, name) if part))
-                    for name, v in _held_by(value)
-                ]
-        level = following
+    for path, value in _held(roots):
+        if isinstance(value, Tensor) and path and wanted(value):
+            return path, value
     return None
 
 
-def _held_by(value: Any) -> list[tuple[str, Any]]:
+def _held(roots: Sequence[Any], most: int | None = None) -> Iterator[tuple[str, Any]]:
+    """The values that ``roots`` hold, the nearest first, each with its path."""
+    level = [("", root) for root in roots]
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        following = []
+        for path, value in level:
+            yield path, value
+            if id(value) not in seen:
+                seen.add(id(value))
+                held = _members(value)[:most]
+                following += [(f"{path}.{name}".strip("."), member) for name, member in held]
+        level = following
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, type | Tensor | ModuleType):
+        return []
     if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        closed = [(name, _content(cell)) for name, cell in cells]
-        args = value.__code__.co_varnames[: value.__code__.co_argcount]
-        defaults = value.__defaults__ or ()
-        closed += zip(args[len(args) - len(defaults) :], defaults, strict=True)
-        closed += (value.__kwdefaults__ or {}).items()
-        names = value.__code__.co_names
-        return closed + [(n, value.__globals__[n]) for n in names if n in value.__globals__]
+        return _members_of_function(value)
     if isinstance(value, MethodType):
         return [("", value.__self__), ("", value.__func__)]
     if isinstance(value, functools.partial):
-        args = [(str(i), arg) for i, arg in enumerate(value.args)]
-        return [("", value.func), *args, *value.keywords.items()]
+        return [("", value.func), *_members(value.args), *value.keywords.items()]
     if isinstance(value, nn.Module):
-        inside = [item for one in value.modules() for item in vars(one).items()]
-        hooks = [v for name, v in inside if name in _HOOKS and isinstance(v, Mapping)]
-        own = [(name, v) for name, v in inside if name not in _INTERNAL]
-        return [
-            *(*value.named_parameters(), *value.named_buffers(), *own),
-            *(("", hook) for held in hooks for hook in held.values()),
-        ]
+        inside = [item for module in value.modules() for item in vars(module).items()]
+        own = [(name, held) for name, held in inside if name not in _INTERNAL]
+        hooks = [("", hook) for name, held in inside if name in _HOOKS for hook in held.values()]
+        return [*value.named_parameters(), *value.named_buffers(), *own, *hooks]
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [(str(i), item) for i, item in enumerate(value)]
-    if isinstance(value, type | Tensor | ModuleType):
-        return []
     return list(getattr(value, "__dict__", {}).items())
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _members_of_function(function: FunctionType) -> list[tuple[str, Any]]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    found: list[tuple[str, Any]] = []
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            found.append((name, cell.cell_contents))
+    arguments = code.co_varnames[: code.co_argcount]
+    found += zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    found += (function.__kwdefaults__ or {}).items()
+    names = [name for name in code.co_names if name in function.__globals__]
+    return found + [(name, function.__globals__[name]) for name in names]

@@ -15,16 +15,15 @@ now: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-de
 def nodes(
     starts: Iterable[Any], ends: Iterable[Any] = (), since: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """The nodes below ``starts``, and those older than ``since``, below which it does not look.
+    """The nodes below ``starts``, nearest first, and those older than ``since``, where it stops.
 
     ``ends`` are nodes to leave out. A node with an attribute ``variable`` stands for a leaf.
     """
     seen = set(ends)
     found: list[Any] = []
     older: list[Any] = []
-    stack = [node for node in starts if node is not None]
-    while stack:
-        node = stack.pop()
+    queue = [node for node in starts if node is not None]
+    for node in queue:  # which grows meanwhile
         if node in seen:
             continue
         seen.add(node)
@@ -34,12 +33,12 @@ def nodes(
         found.append(node)
         for following, _ in node.next_functions:
             if following is not None:
-                stack.append(following)
+                queue.append(following)
     return found, older
 
 
 def reaches(output: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """Whether a graph leads from ``output`` to one of ``tensors``."""
+    """True if a graph leads from ``output`` to one of ``tensors``."""
     wanted = [t for t in tensors if t.requires_grad]
     leaves = {id(t) for t in wanted if t.grad_fn is None}
     ends = {t.grad_fn for t in wanted if t.grad_fn is not None}

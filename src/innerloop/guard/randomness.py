@@ -41,7 +41,7 @@ class Randomness:
             torch.get_device_module(device).set_rng_state(state, device)
 
     def is_now(self) -> bool:
-        """Whether the random state of the CPU has not changed since."""
+        """True if the random state of the CPU has not changed since."""
         return _bytes(torch.get_rng_state()) == _bytes(self.cpu)
 
     @property
@@ -53,7 +53,7 @@ def _bytes(state: Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def seeded(devices: Devices, seed: int) -> None:
+def seed_generators(devices: Devices, seed: int) -> None:
     """Seed the generators of the CPU and of these devices, and of no others."""
     torch.default_generator.manual_seed(seed)
     for device in devices:
@@ -63,7 +63,7 @@ def seeded(devices: Devices, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def preserved(devices: Devices) -> Iterator[None]:
+def restore_randomness(devices: Devices) -> Iterator[None]:
     """Restores the random state after the block."""
     before = Randomness(devices)
     try:
@@ -87,7 +87,7 @@ class Autocast:
             if torch.amp.is_autocast_available(kind)
         ]
 
-    def restored(self) -> AbstractContextManager[Any]:
+    def restore(self) -> AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         for kind, dtype, enabled in self.settings:
             if enabled or torch.is_autocast_enabled(kind):

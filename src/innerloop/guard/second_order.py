@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.is_done = False
-        """Whether no further gradient needs a look."""
+        """True if no further gradient needs a look."""
 
     def look(
         self,
@@ -87,7 +88,7 @@ def guard(
     norms = _NORMS.intersection([name for _, name in kinds])
     by_batch = bool(norms) and any(n.name() in norms and _by_batch(n) for n in forward)
     if by_batch:
-        for node in {g.grad_fn: None for g in grads if g is not None and g.grad_fn is not None}:
+        for node in {g.grad_fn for g in grads if g is not None and g.grad_fn is not None}:
             node.register_hook(_only_twice)
     if kinds <= _clean:
         return by_batch
@@ -101,7 +102,7 @@ def guard(
     dead = [node for node in gradient_nodes if node.name() in _DEAD_ENDS]
     for node in dead:
         message = _message(_op_of(node), node, params, names)
-        node.register_prehook(lambda grads, message=message: _refuse(message))
+        node.register_prehook(functools.partial(_refuse, message))
     if not dead:
         _clean.update((type(node), node.name()) for node in involved)
     return by_batch or bool(dead)
@@ -111,18 +112,15 @@ def _leading_to(params: Sequence[Any], nodes: Sequence[Any], ends: set[Any]) -> 
     """Those nodes from which a weight is reached: only they are differentiated."""
     leaves = {id(p) for p in params}
     users: dict[Any, list[Any]] = {}
-    level = []
     for node in nodes:
         for following, _ in node.next_functions:
-            if following is not None:
-                users.setdefault(following, []).append(node)
-        if id(getattr(node, "variable", None)) in leaves:
-            level.append(node)
-    level += [node for node in users if node in ends]
+            users.setdefault(following, []).append(node)
+    queue = [n for n in users if n in ends or id(getattr(n, "variable", None)) in leaves]
     involved: dict[Any, None] = {}
-    while level:
-        level = [u for node in level for u in users.get(node, ()) if u not in involved]
-        involved.update(dict.fromkeys(level))
+    for node in queue:  # which grows meanwhile
+        new = [user for user in users.get(node, ()) if user not in involved]
+        involved.update(dict.fromkeys(new))
+        queue += new
     return list(involved)
 
 
@@ -131,7 +129,7 @@ def _by_batch(norm: Any) -> bool:
     return getattr(norm, "_saved_training", True) and getattr(norm, "_saved_train", True)
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str, grads: Any) -> None:
     raise RequirementError(message)
 
 
@@ -217,20 +215,9 @@ def _message(op: str, node: Any, params: Sequence[Any], names: Callable[[int], s
 
 
 def _nearest_weight(node: Any, params: Sequence[Any], names: Callable[[int], str]) -> str | None:
-    owners = {p.grad_fn: i for i, p in enumerate(params) if p.grad_fn is not None}
-    leaves = {id(p): i for i, p in enumerate(params) if p.grad_fn is None}
-    seen, level = set(), [node]
-    while level:
-        following = []
-        for current in level:
-            index = owners.get(current)
-            if index is None and hasattr(current, "variable"):
-                index = leaves.get(id(current.variable))
-            if index is not None:
-                return names(index)
-            for n, _ in current.next_functions:
-                if n is not None and n not in seen:
-                    seen.add(n)
-                    following.append(n)
-        level = following
+    places = {id(p) if p.grad_fn is None else p.grad_fn: i for i, p in enumerate(params)}
+    for below in graph.nodes([node])[0]:
+        key = id(below.variable) if hasattr(below, "variable") else below
+        if key in places:
+            return names(places[key])
     return None

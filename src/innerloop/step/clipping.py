@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from innerloop._numerics import safe_norm, safe_sqrt
+from innerloop._numerics import safe_norm, safe_sqrt, widened
 from innerloop.errors import InnerLoopError, four_part
 
 
@@ -20,7 +20,8 @@ class ClipNorm:
     max_norm: Any
 
     def __call__(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        norms = [safe_norm(_wide(grad)) for grad in grads.values()]
+        real = [torch.view_as_real(g) if g.is_complex() else g for g in grads.values()]
+        norms = [safe_norm(widened(g)) for g in real]
         total = safe_sqrt(torch.stack(norms).square().sum())
         # The small number is torch's, so that the values are those of clip_grad_norm_.
         factor = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
@@ -61,20 +62,15 @@ def clip_value(limit: Any) -> ClipValue:
 
 
 def _check(name: str, limit: Any) -> None:
-    number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    number = number or (isinstance(limit, Tensor) and limit.numel() == 1)
-    if not number or (not isinstance(limit, Tensor) and not limit > 0):
-        raise InnerLoopError(
-            four_part(
-                f"You wrote {name}({limit!r}).",
-                "a number above 0, or a tensor with one.",
-                "it bounds the size of the gradients.",
-                f"innerloop.{name}(1.0).",
-            )
+    if isinstance(limit, Tensor) and limit.numel() == 1:
+        return
+    if isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0:
+        return
+    raise InnerLoopError(
+        four_part(
+            f"You wrote {name}({limit!r}).",
+            "a number above 0, or a tensor with one.",
+            "it bounds the size of the gradients.",
+            f"innerloop.{name}(1.0).",
         )
-
-
-def _wide(grad: Tensor) -> Tensor:
-    """Real numbers whose squares do not overflow."""
-    real = torch.view_as_real(grad) if grad.is_complex() else grad
-    return real.float() if real.dtype.itemsize < 4 else real
+    )

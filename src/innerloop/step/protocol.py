@@ -11,6 +11,7 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 from innerloop.step.linearized import GenericLinearization
+from innerloop.step.linearized import inner_product as inner_product
 from innerloop.step.state import State
 
 Look = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
@@ -35,9 +36,9 @@ class Step:
     """A step ``step(state, meta, batch) -> (state, out)``; the base of every step."""
 
     first_order: bool = False
-    """Whether inner gradients are constants."""
+    """True if inner gradients are constants."""
     symmetric: bool = False
-    """Whether the derivative of :meth:`residual` is a symmetric matrix."""
+    """True if the derivative of :meth:`residual` is a symmetric matrix."""
     lasting: frozenset[str] | None = None
     """The settings that influence where training converges; ``None`` if that is not known."""
 
@@ -61,15 +62,15 @@ class Step:
         """The tensors of a state that have no derivative."""
         return list(state.buffers.values()) if isinstance(state, State) else []
 
-    def guarded(self) -> Step:
+    def with_guard(self) -> Step:
         """The same step, whose next gradient with a graph is checked for missing derivatives."""
         return self
 
-    def observed(self, look: Look) -> Step:
+    def with_observer(self, look: Look) -> Step:
         """The same step without a graph in its results; ``look`` sees the graph it had."""
         return _Observed(self, look)
 
-    def continued(self, start: Any) -> Step:
+    def with_start(self, start: Any) -> Step:
         """The same step, for states that its own steps made out of ``start``.
 
         Only tensors of ``start`` may also be, or have a part in, the other arguments.
@@ -82,7 +83,7 @@ class Step:
 
     def residual(self, state: Any, meta: Any, batch: Any) -> Pairs:
         """Each unknown of a converged training, with what is zero there: θ - step(θ)."""
-        before, after = _tree.flatten(state)[0], _tree.flatten(self(state, meta, batch)[0])[0]
+        before, after = _tree.leaves(state), _tree.leaves(self(state, meta, batch)[0])
         pairs = zip(before, after, strict=True)
         return [(old, old - new) for old, new in pairs if _tree.differentiable(old)]
 
@@ -142,7 +143,7 @@ def fold(
     start, outs = state, []
     for j in range(len(batches)):
         if j == 1 and isinstance(step, Step):
-            step = step.continued(start)
+            step = step.with_start(start)
         state, out = step(state, meta, batches[j])
         outs.append(out)
     return state, outs

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from innerloop import _tree
 from innerloop.errors import InnerLoopError, four_part
 
 Schedule = Callable[[int], Any] | lr_scheduler.LRScheduler
@@ -80,12 +81,12 @@ class Factors:
         ``learned`` started from the base; ``given`` are tensors of the optimizer as they are now.
         """
         if self.function is not None:
-            return {**hyper, "lr": [scaled(value, self._factor(time)) for value in hyper["lr"]]}
-        present, new = self._row(time), dict(hyper)
+            return {**hyper, "lr": [_scale(value, self._factor(time)) for value in hyper["lr"]]}
+        present, new = self.row(time), dict(hyper)
         for name in self.moving & hyper.keys():
             values = [group[name] for group in present]
             if name in learned or name in given:
-                before = self.base if name in learned else self._row(0)
+                before = self.base if name in learned else self.row(0)
                 parts = zip(hyper[name], values, before, strict=True)
                 values = [_relative(name, v, now, start[name]) for v, now, start in parts]
             new[name] = values
@@ -105,7 +106,8 @@ class Factors:
             )
         )
 
-    def _row(self, time: int) -> list[dict[str, Any]]:
+    def row(self, time: int) -> list[dict[str, Any]]:
+        """The settings of each group at a step."""
         while len(self.rows) <= time:
             if self.rows:
                 with warnings.catch_warnings():
@@ -119,8 +121,15 @@ class Factors:
 
 
 _AHEAD = 50  # steps of a schedule that are looked at
-_RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr")
-_MOMENTA = ("base_momentum", "max_momentum")
+# The numbers that a scheduler keeps in groups, and those it holds as lists over groups.
+_IN_GROUPS = {
+    **dict.fromkeys(("initial_lr", "max_lr", "min_lr", "swa_lr"), "lr"),
+    **dict.fromkeys(("base_momentum", "max_momentum"), "momentum"),
+}
+_IN_LISTS = {
+    **dict.fromkeys(("base_lrs", "max_lrs"), "lr"),
+    **dict.fromkeys(("base_momentums", "max_momentums"), "momentum"),
+}
 
 
 def rebase(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
@@ -129,47 +138,48 @@ def rebase(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, An
     Rates and momenta that it holds, of its own or in the groups of its optimizer, move in
     proportion to the settings, which are numbers for each group.
     """
-    pairs = list(zip(before, after, strict=True))
-    rates = [_quotient(new.get("lr"), old.get("lr")) for old, new in pairs]
-    momenta = [_quotient(_momentum(new), _momentum(old)) for old, new in pairs]
-    for group, rate, momentum in zip(schedule.optimizer.param_groups, rates, momenta, strict=True):
-        group.update({name: group[name] * rate for name in _RATES if name in group})
-        group.update({name: group[name] * momentum for name in _MOMENTA if name in group})
+    factors = [_changes(old, new) for old, new in zip(before, after, strict=True)]
+    for group, factor in zip(schedule.optimizer.param_groups, factors, strict=True):
+        for name in _IN_GROUPS.keys() & group.keys():
+            group[name] *= factor[_IN_GROUPS[name]]
     for one in _all(schedule):
-        for names, factors in ((("base_lrs", "max_lrs"), rates), (_lists_of(_MOMENTA), momenta)):
-            for name in names:
-                if hasattr(one, name):
-                    held = zip(getattr(one, name), factors, strict=True)
-                    setattr(one, name, [value * factor for value, factor in held])
+        for name in _IN_LISTS.keys() & vars(one).keys():
+            pairs = zip(getattr(one, name), factors, strict=True)
+            setattr(one, name, [value * factor[_IN_LISTS[name]] for value, factor in pairs])
         if hasattr(one, "eta_min"):
-            one.eta_min *= rates[0]
+            one.eta_min *= factors[0]["lr"]
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, float]:
+    """The factors by which the rate and the momentum of a group have changed."""
+    factors = {"lr": 1.0, "momentum": 1.0}
+    for name, value in new.items():
+        kind, start = name, old[name]
+        if name == "betas":
+            kind, start, value = "momentum", start[0], value[0]
+        if kind in factors and start:
+            factors[kind] = value / start
+    return factors
 
 
 def follows(schedule: Any, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
-    """Whether a scheduler, rebased, takes the settings where a loop that learned them does."""
+    """True if a scheduler, rebased, takes the settings where a loop that learned them does."""
+    learned = {name: [group[name] for group in after] for name in after[0]}
     old, twin = Factors(schedule, before), _twin(schedule)
     rebase(twin, before, after)
-    for group, values in zip(twin.optimizer.param_groups, relative(old, after, 0), strict=True):
-        group.update(values)
+    for name, values in old.apply(learned, learned, (), 0).items():
+        for group, value in zip(twin.optimizer.param_groups, values, strict=True):
+            group[name] = value
     new = Factors(twin, after)
     for time in range(_AHEAD):
         try:
-            wanted, found = relative(old, after, time), new._row(time)
+            wanted, found = old.apply(learned, learned, (), time), new.row(time)
         except (ValueError, IndexError):
             return time > 0  # The schedule is over.
-        for group, values in zip(found, wanted, strict=True):
-            if not all(_close(group[name], value) for name, value in values.items()):
+        for name, values in wanted.items():
+            if not _close([group[name] for group in found], values):
                 return False
     return True
-
-
-def relative(factors: Factors, settings: list[dict[str, Any]], time: int) -> list[dict[str, Any]]:
-    """Numbers for each group that started from the base, where a schedule has them at a step."""
-    rows = zip(settings, factors._row(time), factors.base, strict=True)
-    return [
-        {name: _relative(name, value, now[name], base[name]) for name, value in own.items()}
-        for own, now, base in rows
-    ]
 
 
 def _all(schedule: Any) -> list[Any]:
@@ -178,21 +188,8 @@ def _all(schedule: Any) -> list[Any]:
     return [schedule, *(one for part in parts for one in _all(part))]
 
 
-def _lists_of(names: Sequence[str]) -> list[str]:
-    return [f"{name}s" for name in names]
-
-
-def _quotient(new: float | None, old: float | None) -> float:
-    return 1.0 if new is None or not old else new / old
-
-
-def _momentum(settings: Mapping[str, Any]) -> float | None:
-    """What a scheduler that cycles momentum moves."""
-    return settings["betas"][0] if "betas" in settings else settings.get("momentum")
-
-
 def _close(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, tuple):
+    if isinstance(wanted, list | tuple):
         return all(map(_close, found, wanted))
     return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-12)
 
@@ -205,14 +202,14 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.detach().clone()
+        return value.item() if value.numel() == 1 else value
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else value
 
 
-def scaled(value: Any, factor: Any) -> Any:
+def _scale(value: Any, factor: Any) -> Any:
     """A setting of one group in any of its forms, times a factor."""
     if isinstance(value, list | tuple):
-        return type(value)(scaled(part, factor) for part in value)
+        return type(value)(_scale(part, factor) for part in value)
     return value * factor
 
 
@@ -232,7 +229,7 @@ def _relative(name: str, value: Any, now: Any, base: Any) -> Any:
                 f"another {name!r} in the optimizer, or do not learn it.",
             )
         )
-    return scaled(value, now / base)
+    return _scale(value, now / base)
 
 
 def _components(value: Any, count: int) -> Any:
@@ -243,25 +240,10 @@ def _twin(scheduler: Any) -> Any:
     """The scheduler over a stand-in for its optimizer, which has the groups but no parameters."""
     original = scheduler.optimizer
     stand_in = object.__new__(type(original))
+    groups = [{**group, "params": []} for group in original.param_groups]
     vars(stand_in).update(
-        param_groups=[
-            {k: copy.deepcopy(_plain(v)) if k != "params" else [] for k, v in group.items()}
-            for group in original.param_groups
-        ],
+        param_groups=copy.deepcopy(_tree.map(_tree.detach, groups)),
         state={},
         defaults=dict(original.defaults),
-        step=_counted,
-        _opt_called=True,
     )
     return copy.deepcopy(scheduler, {id(original): stand_in})
-
-
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _counted() -> None:
-    """What a stand-in's ``step`` is: schedulers look whether it has been called."""
-
-
-_counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ def rebuild(params: Any, named: Mapping[str, Any]) -> Any:
 
 
 def _is_flat(params: Any) -> bool:
-    """Whether this is a mapping from names to tensors."""
+    """True for a mapping from names to tensors."""
     mapping = isinstance(params, (dict, Mapping))
     return mapping and all([isinstance(leaf, Tensor) for leaf in params.values()])
 

@@ -418,13 +418,13 @@ class InnerStep(Step):
                 own = {prefix + name: b for name, b in template.requiring.items()}
                 check_buffers({name: b for name, b in own.items() if name not in state.buffers})
 
-    def guarded(self) -> InnerStep:
+    def with_guard(self) -> InnerStep:
         return self._with(guard=second_order.Guard())
 
-    def observed(self, look: Look) -> InnerStep:
+    def with_observer(self, look: Look) -> InnerStep:
         return self._with(look=look)
 
-    def continued(self, start: Any) -> InnerStep:
+    def with_start(self, start: Any) -> InnerStep:
         if torch.compiler.is_compiling() or not isinstance(self.rule, Rule):
             return self  # a learned optimizer may compute one weight from another
         return self._with(shared=frozenset(map(id, _tree.tensors(start))))

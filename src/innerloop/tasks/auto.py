@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from innerloop.errors import NotBatchableError
-from innerloop.guard.randomness import Draws, Randomness, devices_of, preserved
+from innerloop.guard.randomness import Draws, Randomness, devices_of, restore_randomness
 from innerloop.tasks.batched import first_line
 from innerloop.tasks.corrections import NoGenerators
 from innerloop.tasks.loop import loop
@@ -83,7 +83,7 @@ def _try(way: Way, tasks: Any, expected: list[Tensor]) -> Trial | None:
     while len(seconds) < 2 and sum(seconds) <= _SHORT:
         # Trials must not use up a generator.
         generators = NoGenerators() if is_loop else contextlib.nullcontext()
-        with preserved(devices_of(tasks.inputs)), generators:
+        with restore_randomness(devices_of(tasks.inputs)), generators:
             before, draws, start = Randomness(()), Draws(), time.perf_counter()
             try:
                 losses = way.attempt(tasks).losses

@@ -96,7 +96,7 @@ class _Task:
 
     def run(self) -> None:
         draws = _NoDraws() if self.is_first else contextlib.nullcontext()
-        with torch.set_grad_enabled(self.tracked), self.autocast.restored(), draws:
+        with torch.set_grad_enabled(self.tracked), self.autocast.restore(), draws:
             self.found = self.tasks.one(self.number, self._stand_in)
         self.outputs = list(filter(_requires_grad, _tree.leaves(self.found)))
         known = [new for _, new in self.stand_ins.values()]
