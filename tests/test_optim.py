@@ -1063,5 +1063,7 @@ def test_an_update_of_sgd_costs_few_calls() -> None:
     state = rule.init(params)
     assert len(params) == 4
     assert python_calls(lambda: rule.update(params, params, state)) <= 13
+    rule.update(params, params, state, checked=True)
+    assert python_calls(lambda: rule.update(params, params, state, checked=True)) <= 11
     lr = {"lr": torch.tensor(0.1)}
     assert python_calls(lambda: rule.update(params, params, state, lr)) <= 24

@@ -132,9 +132,11 @@ class Rule:
         grad_leaves = self._align(params, grads, "gradients")
         if not checked:
             check_step(self.family, leaves, grad_leaves, state)
-        compiling = torch.compiler.is_compiling()  # Dynamo does not enter a cached_property
-        settings = None if hyper or compiling else self._numbers
-        if settings is None or not checked:
+        settings = None
+        # Dynamo does not enter a cached_property.
+        if checked and not hyper and not torch.compiler.is_compiling():
+            settings = self._numbers
+        if settings is None:
             sizes = self._sizes(leaves)
             groups: Sequence[Group] = self.groups
             if hyper:
