@@ -28,8 +28,9 @@ class StandIns:
         self.original = original
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
         """By the id of a tensor of the caller, itself and its stand-in."""
-        self.states = {key: self.of(tensor) for key, tensor in original.items()}
         self.meta = _tree.map(self.of, meta)
+        self.in_meta = dict(self.pairs)
+        self.states = {key: self.of(tensor) for key, tensor in original.items()}
 
     def of(self, value: Any) -> Any:
         """The stand-in of a tensor that requires grad; other values as they are."""
@@ -66,8 +67,8 @@ class Segment:
     ) -> None:
         self.since = graph.now()
         self.stand_ins, self.closed_over = stand_ins, list(closed_over)
-        self.learned: dict[int, tuple[Tensor, Tensor]] = {}
-        """By its id, each tensor of a batch that requires grad, and its stand-in."""
+        self.given = dict(stand_ins.in_meta)
+        """By its id, each tensor of the caller that these steps are given, and its stand-in."""
         self.sources: list[Tensor | None] = []
         """For each state leaf its stand-in, or None if it has no gradient of its own here."""
         self.constants = set(map(id, step.constants(state)))
@@ -87,7 +88,10 @@ class Segment:
             return leaf
         if id(leaf) in self.stand_ins.states:
             self.sources.append(None)
-            return self.stand_ins.states[id(leaf)]
+            old, new = self.stand_ins.original[id(leaf)], self.stand_ins.states[id(leaf)]
+            if new is not old:
+                self.given[id(old)] = old, new
+            return new
         if id(leaf) in self.constants or not _tree.differentiable(leaf):
             self.sources.append(None)
             return leaf
@@ -101,20 +105,16 @@ class Segment:
             return value
         if not value.requires_grad:
             return value.detach()
-        if id(value) in self.stand_ins.pairs:
-            return self.stand_ins.of(value)
-        if id(value) not in self.learned:
-            self.learned[id(value)] = value, value.detach().requires_grad_()
-        return self.learned[id(value)][1]
+        if id(value) not in self.given:
+            pair = self.stand_ins.pairs.get(id(value))
+            self.given[id(value)] = pair or (value, value.detach().requires_grad_())
+        return self.given[id(value)][1]
 
     def find_closures(self) -> tuple[list[Tensor], list[Any]]:
         """Leaves, and nodes older than the segment, that its results depend on unexpectedly."""
         sources = [t for t in self.sources if t is not None]
-        known = [*sources, *(new for _, new in self._callers()), *self.closed_over]
+        known = [*sources, *(new for _, new in self.given.values()), *self.closed_over]
         return closures.closed_over(_tree.tensors((self.leaves, self.outs)), known, self.since)
-
-    def _callers(self) -> list[tuple[Tensor, Tensor]]:
-        return [*self.stand_ins.pairs.values(), *self.learned.values()]
 
     def pull(
         self,
@@ -131,7 +131,7 @@ class Segment:
         if outs is not None:
             for out, grads in zip(self.outs, outs, strict=True):
                 pairs += _live(_tree.leaves(out), grads)
-        callers = self._callers() + [(t, t) for t in self.closed_over]
+        callers = [*self.given.values(), *((t, t) for t in self.closed_over)]
         targets = [t for t in self.sources if t is not None] + [new for _, new in callers]
         found: Sequence[Tensor | None] = [None] * len(targets)
         if pairs and targets:

@@ -31,9 +31,10 @@ class Randomness:
     def __init__(self, devices: Devices, previous: Randomness | None = None) -> None:
         self.cpu = torch.default_generator.get_state()
         self.others = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
-        if previous is not None and _bytes(self.cpu) == _bytes(previous.cpu):
+        self.key = _bytes(self.cpu)
+        if previous is not None and self.key == previous.key:
             # A long run of steps without random numbers keeps one state, not thousands.
-            self.cpu = previous.cpu
+            self.cpu, self.key = previous.cpu, previous.key
 
     def set(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -42,7 +43,7 @@ class Randomness:
 
     def is_now(self) -> bool:
         """True if the random state of the CPU has not changed since."""
-        return _bytes(torch.get_rng_state()) == _bytes(self.cpu)
+        return _bytes(torch.get_rng_state()) == self.key
 
     @property
     def states(self) -> list[torch.Tensor]:
