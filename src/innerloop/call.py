@@ -52,7 +52,7 @@ class Call:
             check_unwritten(params, versions)
             return _as_scalar(value)
 
-        return self.step.over(one, self._weights(state), state.buffers, val)
+        return self.step.map_tasks(one, self._weights(state), state.buffers, val)
 
     def adapted(self, state: State, outs: Any) -> Adapted:
         """The model at the end of training; weights that no step has changed are copied."""

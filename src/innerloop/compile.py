@@ -169,7 +169,7 @@ def whole(
     over = call_once
     if tasks:
         over, state = over_tasks, spread(state, tasks)
-        step = dataclasses.replace(step, over=over)
+        step = dataclasses.replace(step, map_tasks=over)
     state, _ = fold(step, state, meta, batches)
 
     def measure(params: Any, buffers: Any, val: Any) -> Tensor:
@@ -196,7 +196,7 @@ class CompiledStep(InnerStep):
 
     def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(InnerStep)}
-        plain = InnerStep(**{**own, "guard": None, "look": None, "schedule": None, "shared": None})
+        plain = InnerStep(**{**own, "guard": None, "look": None, "schedule": None})
         # The number of the step would be a constant of the program.
         settings = self.settings_at(meta, state.time)
         start = _start_state(self, state)._replace(time=0)

@@ -44,7 +44,7 @@ from innerloop.step.schedules import Factors, check_schedule, start_values
 from innerloop.step.state import Meta, State
 from innerloop.step.step import InnerStep, inner_step
 from innerloop.tasks import Way, axis
-from innerloop.tasks.choice import by_rule
+from innerloop.tasks.by_rule import by_rule
 from innerloop.tasks.way import Ended, check_way
 from innerloop.unroll import as_batches, check_strategy
 

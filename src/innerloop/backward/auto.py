@@ -221,7 +221,8 @@ def measure(step: Step, state: Any, meta: Any, batch: Any) -> Cost:
         segment.pull(_ones(segment.leaves), [_ones(segment.outs)], lambda tensor, grad: None)
         pull_seconds = time.perf_counter() - began
     inputs = 0
-    if not is_closed and not segment.learned:  # Forward follows neither of these
+    learned_batch = segment.given.keys() - segment.stand_ins.pairs.keys()
+    if not is_closed and not learned_batch:  # Forward follows neither of these
         learned = [t for t in _tree.tensors((state, meta)) if t.requires_grad]
         inputs = sum(t.numel() for t in {id(t): t for t in learned}.values())
     margin = _MARGIN_ELSEWHERE if devices else _MARGIN

@@ -20,7 +20,7 @@ class StandIns:
 
     Args:
         original: by the id of a state leaf that no step has replaced, the caller's tensor. Its
-            gradient is a part of that tensor's, not of the state before.
+            gradient is added to that tensor's instead of being passed to the state before.
         meta: the meta-parameters of every step.
     """
 
@@ -46,7 +46,7 @@ class StandIns:
         return [new for _, new in self.pairs.values()]
 
     @property
-    def callers(self) -> dict[int, Tensor]:
+    def originals(self) -> dict[int, Tensor]:
         """By the id of its stand-in, each tensor of the caller."""
         return {id(new): old for old, new in self.pairs.values()}
 
@@ -100,7 +100,7 @@ class Segment:
         return source
 
     def _hand_over(self, value: Any) -> Any:
-        """A leaf of a batch as a new object: what a loss does to its flags stays here."""
+        """A leaf of a batch as a new object: a loss may change its ``requires_grad``."""
         if not isinstance(value, Tensor):
             return value
         if not value.requires_grad:
@@ -111,7 +111,7 @@ class Segment:
         return self.given[id(value)][1]
 
     def find_closures(self) -> tuple[list[Tensor], list[Any]]:
-        """Leaves, and nodes older than the segment, that its results depend on unexpectedly."""
+        """Leaves, and nodes older than the segment, that its results depend on besides."""
         sources = [t for t in self.sources if t is not None]
         known = [*sources, *(new for _, new in self.given.values()), *self.closed_over]
         return closures.closed_over(_tree.tensors((self.leaves, self.outs)), known, self.since)

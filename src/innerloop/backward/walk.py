@@ -2,9 +2,9 @@
 
 Climbing, steps are taken without a graph and the order says which states to keep. Descending, a
 step is taken once more from a kept state, with a graph of its own, and the gradient of the state
-after it (B of the paper) is pulled back to the state before it; what falls to the meta-parameters
-(A) is added up. Only one step's activations exist at a time. With ``ahead``, the steps at which the
-descent begins have their graph from the start.
+after it (B of the paper) is pulled back to the state before it. The gradients of the
+meta-parameters (A) are summed. The activations of one segment exist at a time. With ``ahead``, the
+last segment keeps the graph of the climb and is not taken again.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ class Walk:
         """The norms of each step's results, by which a step is recognized when taken again."""
         self.learned_batches: dict[int, Any] = {}
         """Batches with tensors that require grad. Fetched again, they could be other tensors."""
-        self.callers = Unwritten()
-        self.callers.add(_tree.leaves((state, meta)))
+        self.unmodified = Unwritten()
+        self.unmodified.add(_tree.leaves((state, meta)))
         own = [_tree.detach(leaf) for leaf in self.start]
         self.first = Kept(_tree.fill(state, own), Randomness(self.devices))
         self.original = {id(new): old for new, old in zip(own, self.start, strict=True)}
         """By the id of a state leaf that no step has replaced, the tensor that was given."""
         self.stand_ins = StandIns(self.original, meta)
-        self.again = step.with_start(self.stand_ins.all)
-        """The step, for states that are stand-ins."""
+        self.recomputed_step = step.with_start(self.stand_ins.all)
+        """The step as a segment takes it: only stand-ins of the caller need a view."""
         self.constants: set[int] = set()
         """The ids of leaves of the final state that have no derivative."""
         self.segment: Segment | None = None
@@ -143,8 +143,8 @@ class Walk:
     def _climb(self, ahead: bool) -> Any:
         """Keep what the order keeps before its first reversal, and go on to the last state."""
         observer = self.observer = closures.Observer()
-        self.observed = self.step.with_observer(observer.look)
-        self.later = self.observed.with_start(())
+        self.first_step = self.step.with_observer(observer.look)
+        self.later_step = self.first_step.with_start(())
         reverse, working = self._advance_to_reversal()
         self.pending: tuple[Reverse, Kept] | None = (reverse, working)
         if ahead:
@@ -154,8 +154,8 @@ class Walk:
         now = Randomness(self.devices, self.first.randomness)
         self.is_random = now.cpu is not self.first.randomness.cpu or bool(self.devices)
         self.closed_over = list(observer.found.values())
-        self.callers.add(self.closed_over)
-        self.observer, self.later = None, self.step.with_start(())
+        self.unmodified.add(self.closed_over)
+        self.observer, self.later_step = None, self.step.with_start(())
         return final
 
     def _climb_with_graph(
@@ -166,24 +166,22 @@ class Walk:
         leaves, older = segment.find_closures()
         if older:
             raise closures.ComputedOutsideError(older[0])
-        # Among them may be leaves that the steps made for themselves. Nobody asks their gradient.
+        # Leaves that the steps made for themselves may be among them; their gradient is unused.
         observer.found.update((id(leaf), leaf) for leaf in leaves)
         segment.closed_over = leaves
         self.segment = segment
         for out in segment.outs:
             self.outs.append(_tree.map(_tree.detach, out))
-        callers, ours = self.stand_ins.callers, {id(old): new for new, old in self._own_pairs()}
+        originals = self.stand_ins.originals
+        detached = dict(zip(map(id, self.start), _tree.leaves(self.first.state), strict=True))
 
-        def own(leaf: Any) -> Any:
+        def detach_or_restore(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and not leaf.requires_grad:
                 self.constants.add(id(leaf))
-            same = callers.get(id(leaf))
-            return _tree.detach(leaf) if same is None else ours.get(id(same), same)
+            given = originals.get(id(leaf))
+            return _tree.detach(leaf) if given is None else detached.get(id(given), given)
 
-        return _tree.map(own, segment.state)
-
-    def _own_pairs(self) -> list[tuple[Any, Any]]:
-        return list(zip(_tree.leaves(self.first.state), self.start, strict=True))
+        return _tree.map(detach_or_restore, segment.state)
 
     def _advance_to_reversal(self) -> tuple[Reverse, Kept]:
         self.actions = self.order()
@@ -217,7 +215,7 @@ class Walk:
         state, observer = working.state, self.observer
         for j in range(*action):
             batch = self._batch(j)
-            step = self.observed if j == 0 and observer is not None else self.later
+            step = self.first_step if j == 0 and observer is not None else self.later_step
             state, out = step(state, self.plain_meta, _tree.map(cut, batch))
             if observer is not None:
                 observer.settle()
@@ -235,7 +233,7 @@ class Walk:
                 batch = self.batches[j]
         if j >= len(self.outs):  # for the first time
             tensors = _tree.tensors(batch)
-            self.callers.add(tensors)
+            self.unmodified.add(tensors)
             if any([t.requires_grad for t in tensors]):
                 self.learned_batches[j] = batch
         return batch
@@ -268,7 +266,7 @@ class Walk:
 
     def descend(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, given those of the connected results."""
-        self.callers.check()
+        self.unmodified.check()
         self.sums: dict[int, Tensor] = {}
         self.compared: list[tuple[Tensor, Tensor]] = []
         """Norms of the second time, each with that of the first."""
@@ -334,7 +332,9 @@ class Walk:
 
     def _take_again(self, reverse: Reverse, working: Kept) -> Segment:
         batches = [self._batch(j) for j in range(*reverse)]
-        return Segment(self.again, working.state, batches, self.stand_ins, self.closed_over)
+        return Segment(
+            self.recomputed_step, working.state, batches, self.stand_ins, self.closed_over
+        )
 
     def _note(self, norms: Sequence[Tensor], step: int) -> None:
         """Keep the norms of a step that was taken again, to compare all of them at once."""
@@ -343,7 +343,7 @@ class Walk:
         self.compared += zip(norms, self.norms[step], strict=True)
 
     def _compare(self) -> None:
-        """Refuse steps that came out otherwise than the first time. The one read on the host."""
+        """Raises if recomputed steps differ from the first ones. The only read on the host."""
         if not self.compared:
             return
         device = self.compared[0][0].device
@@ -361,12 +361,12 @@ class Walk:
         self.sums[id(tensor)] = grad if known is None else known + grad
 
     def descend_with_graph(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same with a graph, where the gradients are to be differentiated again.
+        """:meth:`descend` with a graph, for gradients that are differentiated again.
 
         Every input has a stand-in, so that each gradient is a partial derivative even if one input
         was computed from another.
         """
-        self.callers.check()
+        self.unmodified.check()
         closed = {id(t) for t in self.closed_over}
         targets = [t if id(t) in closed else t.view_as(t) for t in self.inputs]
         stand_ins = {id(old): new for old, new in zip(self.inputs, targets, strict=True)}
@@ -393,7 +393,7 @@ class Walk:
 
 
 def _norms_of(state: Any, out: Any) -> Sequence[Tensor]:
-    """The norms of all tensors in a state and an output, which another step would change."""
+    """The norms of all tensors in a state and an output, to compare a recomputed step by."""
     tensors = _tree.tensors((state, out))
     leaves = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     return torch._foreach_norm(leaves) if leaves else ()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The errors of an inner loop's calls."""
+"""Errors raised by calls of an ``InnerLoop``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def other_number_of_tasks(count: int, before: int, backward: Any) -> InnerLoopEr
     return InnerLoopError(
         four_part(
             f"You called with {count} tasks after a call with {before}.",
-            "the same tasks as in the last call.",
+            "the same number of tasks as in the last call.",
             f"with {backward} each task goes on where it was.",
             "inner.restart() before a call with other tasks.",
         )
@@ -23,11 +23,11 @@ def other_number_of_tasks(count: int, before: int, backward: Any) -> InnerLoopEr
 def run_under_way(backward: Any) -> RequirementError:
     return RequirementError(
         four_part(
-            f"You learn 'init' with {backward}, and the run is under way.",
-            "other meta-parameters.",
+            f"You learn 'init' with {backward}, and the last call left a state to go on from.",
+            "learn without 'init'.",
             "this call starts from the carried state, so no gradient gets back to the "
             "initial weights.",
-            "learn without 'init', inner.restart() before the call, or carry=False.",
+            "learn=('lr',), say; inner.restart() before the call; or carry=False.",
         )
     )
 
@@ -58,7 +58,10 @@ def replaced_parameters(what: str) -> InnerLoopError:
 
 
 def not_a_val_loss(value: Any) -> InnerLoopError:
-    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    found = type(value).__name__
+    if isinstance(value, Tensor):
+        kind = "a complex tensor" if value.is_complex() else "a tensor"
+        found = f"{kind} of shape {tuple(value.shape)}"
     return InnerLoopError(
         four_part(
             f"Your validation loss returned {found}.",
@@ -106,7 +109,7 @@ def not_two_optimizers(own: Any, target: Any) -> InnerLoopError:
             f"You wrote the settings of an inner loop with {type(own).__name__} "
             f"to {type(target).__name__}.",
             "two optimizers of torch.optim.",
-            "settings have names in these; a learned optimizer has weights, which are "
+            "torch.optim has settings by name; a learned optimizer has weights, which are "
             "meta-parameters already.",
             "inner.optimizer.as_torch_optimizer(params), if it is one of "
             "innerloop.learned, or inner.state_dict() to keep its weights.",
@@ -142,8 +145,7 @@ def scheduler_with_own_numbers(schedule: Any) -> InnerLoopError:
         four_part(
             f"You write settings learned with a {type(schedule).__name__} to its optimizer.",
             "a scheduler that moves settings in proportion to where they started.",
-            "this one would take them elsewhere than the inner loop did, as it holds "
-            "numbers of its own.",
+            "this one holds absolute values, which would overwrite the learned ones.",
             "inner.hyper to read what was learned, and a new scheduler made with it.",
         )
     )

@@ -59,16 +59,21 @@ class InnerStep(Step):
     grad_transform: GradTransform | None = None
     schedule: Settings | None = None
     proximal: float = 0.0
-    over: Callable[..., Any] = call_once
-    """Applies a function of one task: once, or to all tasks by ``vmap``."""
+    map_tasks: Callable[..., Any] = call_once
+    """Calls a function of one task: once, or for all tasks by ``vmap``."""
     constant_buffers: frozenset[str] = frozenset()
     """Buffers that no step changes."""
     guard: second_order.Guard | None = None
-    """Sees the next inner gradient that is made with a graph."""
+    """Searches inner gradients made with a graph, until one has nothing to refuse."""
     look: Look | None = None
-    """Sees the graphs of the loss and of the update where the results have none."""
-    shared: Collection[int] | None = None
-    """Ids of the weights that other arguments may depend on; ``None`` for all."""
+    """Called with the graphs of the loss and of the update where a step returns none."""
+    needs_view: Collection[int] | None = None
+    """Ids of weights that meta, batch or loss may also depend on: each enters as a view.
+
+    ``None`` for all weights.
+    """
+    checked: bool = False
+    """True after the first step of a call, whose rule has checked its arguments."""
 
     symmetric = True
 
@@ -84,20 +89,22 @@ class InnerStep(Step):
             raise
 
     def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
-        tracked = torch.is_grad_enabled()
-        if tracked and state.buffers:
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled and state.buffers:
             check_buffers(state.buffers)
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
         named = self.by_name(state.params)
-        sources = self.sources(named, tracked)
-        since = graph.now() if tracked and not torch.compiler.is_compiling() else 0
-        second = tracked and not self.first_order
-        with torch.enable_grad(), twice_differentiable() if second else nullcontext():
+        sources = self.sources(named, grad_enabled)
+        since = graph.now() if grad_enabled and not torch.compiler.is_compiling() else 0
+        needs_second = grad_enabled and not self.first_order
+        with torch.enable_grad(), twice_differentiable() if needs_second else nullcontext():
             params = self._nest(state.params, {**self.resting(named), **sources})
-            found = self.evaluate(params, state, meta, batch, tracked or self.look is not None)
-            follow = tracked and self._is_followed(state, meta, batch, found.out, sources, since)
-            grads = self.gradients(found.total, sources, follow, since)
+            found = self.evaluate(params, state, meta, batch, grad_enabled or self.look is not None)
+            needs_graph = grad_enabled and self._needs_graph(
+                state, meta, batch, found.out, sources, since
+            )
+            grads = self.gradients(found.total, sources, needs_graph, since)
         if self.look is not None:
             self.look(_tree.tensors(found.out), sources.values())
         if self.proximal:
@@ -105,15 +112,15 @@ class InnerStep(Step):
         if len(grads) < len(named):
             grads = dict.fromkeys(named) | grads
         state = State(state.params, found.buffers, state.opt, state.time)
-        with torch.set_grad_enabled(tracked or self.look is not None):
+        with torch.set_grad_enabled(grad_enabled or self.look is not None):
             new = self.update(state, meta, grads, found, batch)
         if self.look is not None:
-            # The update was given tensors without a graph: one with a graph comes from outside.
+            # The inputs require no grad here, so a result that does uses a closed-over tensor.
             connected = [t for t in _tree.tensors((new.params, new.opt)) if t.requires_grad]
             if connected:
                 self.look(connected, ())
                 new = _tree.map(_tree.detach, new)
-        return new, found.out if follow else _tree.map(_tree.detach, found.out)
+        return new, found.out if needs_graph else _tree.map(_tree.detach, found.out)
 
     # The parts of a step. -----------------------------------------------------------------------
 
@@ -125,25 +132,25 @@ class InnerStep(Step):
         """Inverse of :meth:`by_name`."""
         return rebuild(like, named) if self.model is None else named
 
-    def sources(self, named: Mapping[str, Any], tracked: bool = True) -> dict[str, Tensor]:
-        """The weights that move, each as its own point of the graph.
+    def sources(self, named: Mapping[str, Any], grad_enabled: bool = True) -> dict[str, Tensor]:
+        """The weights that the rule updates, as what the inner gradient is taken by.
 
-        The inner gradient is a *partial* derivative: other weights, or parameters of the loss, may
-        have been computed from the same tensor.
+        It is a *partial* derivative: other weights, or parameters of the loss, may have been
+        computed from the same tensor, so a weight that could have a part elsewhere is viewed.
         """
-        found, shared = {}, self.shared
+        found, needs_view = {}, self.needs_view
         for name in self.moving(named):
             param = named[name]
-            if not (tracked and param.requires_grad):
+            if not (grad_enabled and param.requires_grad):
                 found[name] = as_leaf(param)
-            elif shared is None or id(param) in shared:
+            elif needs_view is None or id(param) in needs_view:
                 found[name] = param.view_as(param)
             else:
                 found[name] = param
         return found
 
     def as_trained(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The weights, each requiring grad if the model's own does: a loss may ask."""
+        """The weights, each requiring grad if the model's own does: a loss may read the flag."""
         trained = {} if self.model is None else self.model.trained
         return {
             name: as_leaf(p) if trained.get(name) and not p.requires_grad else p
@@ -151,7 +158,7 @@ class InnerStep(Step):
         }
 
     def resting(self, named: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The weights as the loss gets those that do not move."""
+        """The weights that the rule does not update, as the loss sees them."""
         if torch.compiler.is_compiling():
             return named  # as they were before: see innerloop.compile
         return self.as_trained(named) if self._trains_others else named
@@ -186,22 +193,22 @@ class InnerStep(Step):
         return tuple(found)
 
     def evaluate(
-        self, params: Any, state: State, meta: Meta, batch: Any, asked: bool = True
+        self, params: Any, state: State, meta: Meta, batch: Any, needs_gradient: bool = True
     ) -> Evaluation:
         """The loss of one task, or of all tasks, and the buffers afterwards.
 
-        ``asked`` says whether a meta-gradient is wanted, now or from a later recomputation.
+        ``needs_gradient``: a meta-gradient is wanted, now or from a later recomputation.
         """
 
         def one(params: Any, buffers: Buffers, batch: Any) -> Any:
             return self._evaluate_one(params, buffers, meta, batch)
 
-        value, out, buffers = self.over(one, params, state.buffers, batch)
+        value, out, buffers = self.map_tasks(one, params, state.buffers, batch)
         total = value if value.dim() == 0 else value.sum()
         if not total.requires_grad:
             raise arguments.no_graph()
         if buffers:
-            buffers = self._keep_buffers(state.buffers, buffers, asked)
+            buffers = self._keep_buffers(state.buffers, buffers, needs_gradient)
         return Evaluation(total, out, buffers or state.buffers)
 
     def _evaluate_one(self, params: Any, buffers: Buffers, meta: Meta, batch: Any) -> Any:
@@ -229,53 +236,54 @@ class InnerStep(Step):
             found |= {f"loss:{name}": buffer for name, buffer in own.items()}
         return found
 
-    def _keep_buffers(self, old: Buffers, new: Buffers, asked: bool) -> Buffers:
+    def _keep_buffers(self, old: Buffers, new: Buffers, needs_gradient: bool) -> Buffers:
         """The buffers after a forward, without a graph."""
         kept = dict(old)
         for name, buffer in new.items():
-            if buffer.requires_grad and asked:
+            if buffer.requires_grad and needs_gradient:
                 raise refusals.buffer_with_graph(name)
             if name not in self.constant_buffers:
                 kept[name] = buffer.detach()
         return kept
 
     def gradients(
-        self, total: Tensor, sources: Mapping[str, Tensor], follow: bool, since: int = 0
+        self, total: Tensor, sources: Mapping[str, Tensor], needs_graph: bool, since: int = 0
     ) -> dict[str, Tensor | None]:
         """G = ∇ℓ(θ, φ_loss); ``None`` for weights that the loss leaves out.
 
         ``since`` is autograd's clock before the loss was computed.
         """
-        second = follow and not self.first_order
+        needs_second = needs_graph and not self.first_order
         weights = list(sources.values())
         found = torch.autograd.grad(
             total,
             weights,
-            retain_graph=follow or self.look is not None,
-            create_graph=second,
+            retain_graph=needs_graph or self.look is not None,
+            create_graph=needs_second,
             allow_unused=True,
         )
         if all([g is None for g in found]):
             raise refusals.no_gradient()
-        if second and self.guard is not None and not self.guard.is_done:
+        if needs_second and self.guard is not None and not self.guard.is_done:
             self.guard.look(total, found, sources, since)
         return dict(zip(sources, found, strict=True))
 
-    def _is_followed(
+    def _needs_graph(
         self, state: State, meta: Meta, batch: Any, out: Any, sources: Any, since: int
     ) -> bool:
-        """Whether a gradient could be asked of anything that has a part in the loss."""
+        """True if the loss depends on a tensor that requires grad, besides ``sources``."""
         for part in (state.params, meta, batch):
             for leaf in _tree.leaves(part):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     return True
         if torch.compiler.is_compiling():
-            return True  # gradients are derived where any is asked for
+            return True  # gradients are derived where they are needed
         return any(closures.closed_over(_tree.tensors(out), sources.values(), since))
 
     def pull_to_anchor(
         self, grads: dict[str, Tensor | None], named: Mapping[str, Any], meta: Meta
     ) -> dict[str, Tensor | None]:
+        """The gradients with that of the proximal term, if there is one."""
         if not self.proximal:
             return grads
         anchor = named_leaves(meta.anchor)
@@ -297,7 +305,7 @@ class InnerStep(Step):
         self, state: State, meta: Meta, grads: Mapping[str, Any], found: Evaluation, batch: Any
     ) -> State:
         """The rule's part of a step."""
-        if self.evaluates:
+        if self.needs_reevaluation:
             params, opt, buffers = self._search(state, meta, grads, found, batch)
         else:
 
@@ -305,7 +313,9 @@ class InnerStep(Step):
                 return self._update_one(params, grads, opt, buffers, meta, state.time)
 
             with full_precision(found.total.device):
-                params, opt, buffers = self.over(one, state.params, grads, state.opt, state.buffers)
+                params, opt, buffers = self.map_tasks(
+                    one, state.params, grads, state.opt, state.buffers
+                )
         if buffers:
             buffers = self._keep_buffers(state.buffers, buffers, torch.is_grad_enabled())
         return State(params, buffers or state.buffers, opt, state.time + 1)
@@ -324,8 +334,7 @@ class InnerStep(Step):
         if self.rule_model is not None:
             return self._update_learned(self.rule_model, params, grads, opt, buffers, meta)
         hyper = self.settings_at(meta, time)
-        known = self.shared is not None and self.grad_transform is None
-        check = {} if not known else {"checked": True}
+        check = {"checked": True} if self.checked and self.grad_transform is None else {}
         return *self.rule.update(params, self._nest(params, grads), opt, hyper, **check), {}
 
     def settings_at(self, meta: Meta, time: int) -> Mapping[str, Any]:
@@ -348,7 +357,7 @@ class InnerStep(Step):
         return rebuild(params, {**named, **found[0]}), found[1], named_left
 
     @property
-    def evaluates(self) -> bool:
+    def needs_reevaluation(self) -> bool:
         """Whether the rule asks for the loss at other weights within a step (LBFGS)."""
         return isinstance(self.rule, Rule) and self.rule.family.layout == "whole"
 
@@ -356,25 +365,25 @@ class InnerStep(Step):
         self, state: State, meta: Meta, grads: Mapping[str, Any], found: Evaluation, batch: Any
     ) -> Any:
         """An update that evaluates the loss at several weights."""
-        if self.over is not call_once:
+        if self.map_tasks is not call_once:
             raise NotBatchableError(
                 f"the optimizer {self.rule.family.name}: each task searches for its own steps"
             )
-        buffers, tracked = state.buffers, torch.is_grad_enabled()
+        buffers, grad_enabled = state.buffers, torch.is_grad_enabled()
 
         def elsewhere(params: Any) -> tuple[Tensor, Any]:
             nonlocal buffers
             named = named_leaves(params)
-            sources = self.sources(named, tracked)
+            sources = self.sources(named, grad_enabled)
             given = state._replace(buffers=buffers)
             with torch.enable_grad():
                 there = self.evaluate(
                     rebuild(params, {**self.resting(named), **sources}), given, meta, batch
                 )
-                found = self.gradients(there.total, sources, tracked)
+                found = self.gradients(there.total, sources, grad_enabled)
             buffers = there.buffers
             by_name = dict.fromkeys(named) | self.pull_to_anchor(found, named, meta)
-            return there.total if tracked else there.total.detach(), rebuild(params, by_name)
+            return there.total if grad_enabled else there.total.detach(), rebuild(params, by_name)
 
         with full_precision(found.total.device):
             hyper, given = self.settings_at(meta, state.time), self.transform(grads)
@@ -386,7 +395,7 @@ class InnerStep(Step):
 
     def initial(self, params: Any) -> Any:
         """The optimizer's state before the first step."""
-        return self.over(self._initial_one, params)
+        return self.map_tasks(self._initial_one, params)
 
     def _initial_one(self, params: Any) -> Any:
         if self.rule_model is None:
@@ -427,7 +436,7 @@ class InnerStep(Step):
     def with_start(self, start: Any) -> InnerStep:
         if torch.compiler.is_compiling() or not isinstance(self.rule, Rule):
             return self  # a learned optimizer may compute one weight from another
-        return self._with(shared=frozenset(map(id, _tree.tensors(start))))
+        return self._with(needs_view=frozenset(map(id, _tree.tensors(start))), checked=True)
 
     def _with(self, **changes: Any) -> InnerStep:
         """``dataclasses.replace`` without its checks: this runs at every call."""
@@ -439,7 +448,7 @@ class InnerStep(Step):
         return dataclasses.replace(self, proximal=strength)
 
     def linearize(self, state: State, meta: Meta, batch: Any) -> Any:
-        if self.evaluates:
+        if self.needs_reevaluation:
             return super().linearize(state, meta, batch)
         if state.opt is None:
             state = state._replace(opt=self.initial(state.params))
@@ -451,17 +460,17 @@ class InnerStep(Step):
 
     def residual(self, state: State, meta: Meta, batch: Any) -> Pairs:
         """Each weight that moves with its gradient and penalty, which are zero at convergence."""
-        tracked = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         named = named_leaves(state.params)
-        sources = self.sources(named, tracked)
+        sources = self.sources(named, grad_enabled)
         with torch.enable_grad():
             found = self.evaluate(
                 rebuild(state.params, {**self.resting(named), **sources}), state, meta, batch
             )
-            grads = self.gradients(found.total, sources, tracked)
+            grads = self.gradients(found.total, sources, grad_enabled)
         by_name = dict.fromkeys(named) | self.pull_to_anchor(grads, named, meta)
         present = {name: g for name, g in by_name.items() if g is not None}
-        moving = self.over(lambda present: self.transform(present), present)
+        moving = self.map_tasks(lambda present: self.transform(present), present)
         # The settings of the last step: a schedule may have no further ones.
         hyper = self.settings_at(meta, max(state.time - 1, 0))
         plain = descent_with_penalty(self.rule, {} if self.rule_model is not None else hyper)
@@ -474,7 +483,7 @@ class InnerStep(Step):
             grads = rebuild(params, {**absent, **present})
             return rule.update(params, grads, rule.init(params), settings)[0]
 
-        moved = named_leaves(self.over(one, state.params, moving))
+        moved = named_leaves(self.map_tasks(one, state.params, moving))
         return [
             (named[name], named[name] - moved[name]) for name, g in moving.items() if g is not None
         ]
@@ -493,8 +502,9 @@ def inner_step(
 
     With a ``model``, ``loss(model, batch)`` is called with a replica that has the weights and
     buffers of the state. Without one, ``loss(params, batch)`` gets the weights themselves. A loss
-    that is a module runs with the weights ``meta.loss``; to any other one they are a third
-    argument, if there are any. It returns a scalar, or a tuple that begins with one: ``out``.
+    that is a module runs with the weights ``meta.loss``; for any other loss, ``meta.loss`` is a
+    third argument if it is not empty. The loss returns a scalar, or a tuple that begins with one,
+    which is ``out``.
 
     ``rule`` is one of :mod:`innerloop.optim`, or a module with ``init(params)`` and
     ``update(params, grads, state)``, a learned optimizer, whose weights are ``meta.opt``.

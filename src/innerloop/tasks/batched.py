@@ -93,7 +93,7 @@ def batched(step: Callable[..., Any]) -> Callable[..., Any]:
             [2.0000]])
     """
     if isinstance(step, InnerStep):
-        return dataclasses.replace(step, over=over_tasks)
+        return dataclasses.replace(step, map_tasks=over_tasks)
     plain = as_step(step)
 
     def for_tasks(state: Any, meta: Any, batch: Any) -> Any:
