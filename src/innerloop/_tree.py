@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -65,7 +64,6 @@ def _collect(values: Iterable[Any], found: list[Any]) -> None:
             found.append(value)
 
 
-@functools.cache
 def _is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
@@ -86,12 +84,12 @@ def map(function: Callable[[Any], Any], tree: Any) -> Any:
             key: function(value) if type(value) in _ATOMS else map(function, value)
             for key, value in tree.items()
         }
-    named = _is_named_tuple(kind)
-    if kind is tuple or kind is list or named:
+    plain = kind is tuple or kind is list
+    if plain or _is_named_tuple(kind):
         found = [
             function(value) if type(value) in _ATOMS else map(function, value) for value in tree
         ]
-        return kind(*found) if named else kind(found)
+        return kind(found) if plain else kind(*found)
     return tree_map(function, tree) if kind in SUPPORTED_NODES else function(tree)
 
 

@@ -196,7 +196,16 @@ class CompiledStep(InnerStep):
 
     def _take(self, state: State, meta: Meta, batch: Any) -> tuple[State, Any]:
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(InnerStep)}
-        plain = InnerStep(**{**own, "guard": None, "look": None, "schedule": None})
+        plain = InnerStep(
+            **{
+                **own,
+                "guard": None,
+                "look": None,
+                "schedule": None,
+                "needs_view": None,
+                "checked": False,
+            }
+        )
         # The number of the step would be a constant of the program.
         settings = self.settings_at(meta, state.time)
         start = _start_state(self, state)._replace(time=0)

@@ -121,7 +121,7 @@ class InnerLinearization:
             params = rebuild(state.params, {**step.resting(named), **sources})
             found = step.evaluate(params, state, meta, batch)
             wanted = {**sources, **{f"other {i}": t for i, t in enumerate(others)}}
-            self._gradient = list(step.gradients(found.total, wanted, follow=True).values())
+            self._gradient = list(step.gradients(found.total, wanted, needs_graph=True).values())
             own = self._gradient[: len(sources)]
             if all([g is None for g in own]):
                 raise no_gradient()
