@@ -42,12 +42,13 @@ def monkeypatch(
     """
     originals = survey(module)
     own = parameters_of(originals)
-    if in_place:
-        weights = [p.to(device) for p in own]
-    elif copy_initial_weights:
-        weights = [p.detach().clone().to(device).requires_grad_(p.requires_grad) for p in own]
-    else:
-        weights = [p.clone().to(device) for p in own]
+    weights = own
+    if not in_place:
+        weights = [p.detach().clone() if copy_initial_weights else p.clone() for p in own]
+    if device is not None:
+        weights = [w.to(device) for w in weights]
+    if copy_initial_weights and not in_place:
+        weights = [w.requires_grad_(p.requires_grad) for w, p in zip(weights, own, strict=True)]
     return patch_module(originals, weights, device, track_higher_grads)
 
 

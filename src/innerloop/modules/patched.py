@@ -43,11 +43,15 @@ class Core:
     """
 
     def __init__(
-        self, originals: Sequence[nn.Module], buffers: dict[int, Tensor], track: bool
+        self,
+        originals: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+        buffers: dict[int, Tensor],
+        track: bool,
     ) -> None:
         self.originals = originals
         self.index = {id(module): i for i, module in enumerate(originals)}
-        self.param_index = {id(p): i for i, p in enumerate(parameters_of(originals))}
+        self.param_index = {id(p): i for i, p in enumerate(parameters)}
         self.buffers = buffers
         self.track = track
         self.weights: list[Tensor] | None = None
@@ -66,12 +70,13 @@ class Core:
 
     def add(self, handle: nn.Module, references: References) -> None:
         """Adds the handle of the next module."""
-        source, own = self.originals[len(self.handles)], vars(handle)["_parameters"]
-        vars(handle)[_NODE] = Node(self, len(self.handles))
+        number, attributes = len(self.handles), vars(handle)
+        own = attributes["_parameters"]
+        attributes[_NODE] = Node(self, number)
         if references:
-            self.special[len(self.handles)] = references
+            self.special[number] = references
         self.handles.append(weakref.ref(handle))
-        for name, parameter in source._parameters.items():
+        for name, parameter in self.originals[number]._parameters.items():
             if parameter is not None:
                 self.places[self.param_index[id(parameter)]].append((own, name))
 
@@ -385,10 +390,12 @@ def patch_module(
     own = parameters_of(originals)
     start = dict(zip(map(id, own), own if weights is None else weights, strict=True))
     shared = {id(b): b for m in originals for b in m._buffers.values() if b is not None}
-    buffers = {key: b.detach().clone().to(device) for key, b in shared.items()}
+    buffers = {key: b.detach().clone() for key, b in shared.items()}
+    if device is not None:
+        buffers = {key: b.to(device) for key, b in buffers.items()}
     replicator = Replicator({**start, **buffers})
     handle = replicator.copy(originals, _handle_class)
-    core = Core(originals, buffers, track)
+    core = Core(originals, own, buffers, track)
     for source in originals:
         core.add(replicator.copies[id(source)], replicator.special.get(id(source), {}))
     if weights is not None:

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from innerloop.modules import refusals
 
+_UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -41,7 +42,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
         if id(module) in found:
             continue
         found[id(module)] = prefix, module
-        for name, child in list(module._modules.items())[::-1]:
+        for name, child in reversed(module._modules.items()):
             if child is not None:
                 waiting.append((f"{prefix}{name}.", child))
     return list(found.values())
@@ -71,11 +72,14 @@ def survey(root: nn.Module) -> list[nn.Module]:
         raise refusals.not_a_module(root)
     modules = []
     for prefix, module in walk(root):
-        path = prefix.removesuffix(".") or type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
-            raise refusals.script_module(path)
+            raise refusals.script_module(_path(prefix, module))
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
-                raise refusals.lazy_module(path, name)
+            if isinstance(parameter, _UNINITIALIZED):
+                raise refusals.lazy_module(_path(prefix, module), name)
         modules.append(module)
     return modules
+
+
+def _path(prefix: str, module: nn.Module) -> str:
+    return prefix.removesuffix(".") or type(module).__name__
