@@ -12,7 +12,7 @@ from torch import Tensor
 from innerloop import _tree
 from innerloop.adapted import Adapted
 from innerloop.backward import Backward
-from innerloop.guard import refusals
+from innerloop.guard import losses
 from innerloop.guard.writes import check_unwritten, versions_of
 from innerloop.modules.replica import Template
 from innerloop.step.state import Meta, State, buffers_of
@@ -133,5 +133,5 @@ def _as_scalar(value: Any) -> Tensor:
         # A number has no gradient, and none is asked for.
         value = torch.tensor(float(value), dtype=torch.float64)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-        raise refusals.not_a_val_loss(value)
+        raise losses.not_a_val_loss(value)
     return value.reshape(())

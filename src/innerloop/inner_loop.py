@@ -18,7 +18,7 @@ from innerloop.backward.strategy import cut
 from innerloop.call import Call, TaskRun
 from innerloop.compile import Compiler, opaque
 from innerloop.errors import InnerLoopError
-from innerloop.guard import refusals
+from innerloop.guard import losses, refusals
 from innerloop.guard.arguments import (
     check_callable,
     check_parts,
@@ -342,9 +342,9 @@ class InnerLoop(nn.Module):
         if not torch.is_grad_enabled() or not asked:
             return value
         if not any(p.requires_grad for p in weights):
-            raise refusals.no_influence(type(self).__name__)
+            raise losses.no_influence(type(self).__name__)
         if not reaches(value, weights) and not reaches(value, self.parameters()):
-            raise refusals.val_loss_without_graph()
+            raise losses.val_loss_without_graph()
         return value
 
     def _check_reach(self, steps: int, is_under_way: bool) -> None:

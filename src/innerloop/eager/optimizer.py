@@ -14,7 +14,7 @@ from innerloop import _tree
 from innerloop._numerics import full_precision
 from innerloop.eager import refusals
 from innerloop.guard import graph, second_order
-from innerloop.guard.arguments import check_loss, no_graph
+from innerloop.guard.losses import check_loss, no_graph
 from innerloop.optim.refusals import unknown_setting
 from innerloop.optim.settings import per_group
 

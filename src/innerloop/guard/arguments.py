@@ -1,4 +1,4 @@
-"""Checks of arguments: the parts of an inner loop, and losses."""
+"""Checks of arguments: the parts of an inner loop."""
 
 from __future__ import annotations
 
@@ -126,33 +126,4 @@ def no_settings(learned: Mapping[str, Any], schedule: Any) -> str:
         "an optimizer of torch.optim for settings by name.",
         "a learned optimizer has no settings; its weights are meta-parameters already.",
         "learn=('init',) or learn=().",
-    )
-
-
-def check_loss(loss: Any) -> Tensor:
-    """The loss as a 0-d tensor; refuses what is not a real scalar."""
-    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return loss.reshape(()) if loss.dim() else loss
-    kind = "complex tensor" if isinstance(loss, Tensor) and loss.is_complex() else "tensor"
-    found = f"a {kind} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-    raise InnerLoopError(
-        four_part(
-            f"You gave {found} as the loss.",
-            "a real tensor with one value.",
-            "the inner gradient is that of a scalar.",
-            "loss.mean() or loss.sum().",
-        )
-    )
-
-
-def no_graph() -> RequirementError:
-    """The error for a loss that does not require grad."""
-    return RequirementError(
-        four_part(
-            "You gave a loss that does not require grad.",
-            "a loss that depends on the model's weights through differentiable operations.",
-            "a .detach(), .item(), argmax or torch.no_grad() block on the way cuts the graph.",
-            "the loss as a tensor straight from the output of the model you are handed (in "
-            "innerloop_ctx: fmodel), with gradients enabled.",
-        )
     )

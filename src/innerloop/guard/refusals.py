@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from innerloop.errors import InnerLoopError, RequirementError, four_part
 
 
@@ -50,52 +48,6 @@ def replaced_parameters(what: str) -> InnerLoopError:
             "the parameters that the optimizer was built over.",
             "the optimizer still holds the old ones, with their settings and state.",
             "a new optimizer and a new InnerLoop after changing the model.",
-        )
-    )
-
-
-# The validation loss. ---------------------------------------------------------------------------
-
-
-def not_a_val_loss(value: Any) -> InnerLoopError:
-    found = type(value).__name__
-    if isinstance(value, Tensor):
-        kind = "a complex tensor" if value.is_complex() else "a tensor"
-        found = f"{kind} of shape {tuple(value.shape)}"
-    return InnerLoopError(
-        four_part(
-            f"Your validation loss returned {found}.",
-            "a real tensor with one value, or a tuple that begins with one.",
-            "the meta-gradient is that of a scalar.",
-            "val_loss=lambda model, val: per_example(model, val).mean().",
-        )
-    )
-
-
-def no_influence(kind: str) -> RequirementError:
-    return RequirementError(
-        four_part(
-            f"No meta-parameter of {kind} has an influence on the adapted weights.",
-            "at least one that has (Requirement IIIa or IIIb).",
-            "a .detach() in a transform, a schedule or a loss cuts the graph, or the loop "
-            "takes no step.",
-            "innerloop.diagnose(inner, train, val), which says where; or call under "
-            "torch.no_grad() if no gradient is wanted.",
-        )
-    )
-
-
-def val_loss_without_graph() -> RequirementError:
-    return RequirementError(
-        four_part(
-            "The validation loss does not depend on the adapted weights by differentiable "
-            "operations.",
-            "a differentiable L_val (Requirement I).",
-            "an argmax, a comparison, .item(), .detach() or a no_grad block cuts the "
-            "graph, so no meta-gradient exists.",
-            "a differentiable proxy such as cross-entropy as val_loss, "
-            "innerloop.estimate.reinforce in it, or innerloop.estimate.evolution around "
-            "the loop; or call under torch.no_grad() if no gradient is wanted.",
         )
     )
 

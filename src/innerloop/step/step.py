@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from innerloop import _tree
 from innerloop._numerics import full_precision
 from innerloop.errors import NotBatchableError
-from innerloop.guard import arguments, closures, graph, second_order
+from innerloop.guard import closures, graph, losses, second_order
 from innerloop.modules.exact import twice_differentiable
 from innerloop.modules.functional import check_buffers, functional
 from innerloop.modules.replica import Template
@@ -206,7 +206,7 @@ class InnerStep(Step):
         value, out, buffers = self.map_tasks(one, params, state.buffers, batch)
         total = value if value.dim() == 0 else value.sum()
         if not total.requires_grad:
-            raise arguments.no_graph()
+            raise losses.no_graph()
         if buffers:
             buffers = self._keep_buffers(state.buffers, buffers, needs_gradient)
         return Evaluation(total, out, buffers or state.buffers)
@@ -223,7 +223,7 @@ class InnerStep(Step):
         after = self._buffers_in(model, loss) if before else before
         value = out[0] if isinstance(out, tuple) and out else out
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():
-            value = arguments.check_loss(value)
+            value = losses.check_loss(value)
         found = (value, *out[1:]) if isinstance(out, tuple) else value
         return value, found, _changed(before, after) if before else {}
 
