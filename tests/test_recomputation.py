@@ -282,6 +282,17 @@ def test_a_loss_that_does_not_repeat_is_refused(kind: Any, backward: Any) -> Non
         assert "torch.Generator" in str(info.value)
 
 
+@pytest.mark.parametrize("kind", [Unrepeatable, CountsItsCalls, OwnGenerator])
+@each_walk
+def test_it_is_refused_beside_a_computed_closure_too(kind: Any, backward: Any) -> None:
+    """Such steps are recomputed by torch.utils.checkpoint, which compares no values."""
+    plain, train, val = training()
+    loss, factor = kind(), torch.ones((), requires_grad=True).exp()
+    loop = Training(plain.model, lambda model, batch: loss(model, batch) * factor)
+    with pytest.raises(il.InnerLoopError, match=AGAIN):
+        loop.grads(loop.value(train, val, backward))
+
+
 @pytest.mark.parametrize("backward", [il.Tape(), il.Forward(), AUTO], ids=repr)
 def test_a_loss_that_need_not_repeat_is_right(backward: Any) -> None:
     """For the numbers of the forward."""

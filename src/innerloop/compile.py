@@ -202,6 +202,7 @@ class CompiledStep(InnerStep):
                 "guard": None,
                 "look": None,
                 "schedule": None,
+                "probe": None,
                 "needs_view": None,
                 "checked": False,
             }

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from innerloop._tree import has_tangents
 from innerloop.backward import Backward, Tape
@@ -78,6 +79,8 @@ def check_strategy(backward: Any) -> Backward:
 def as_batches(batches: Any) -> Sequence[Any]:
     """One batch per step as something that can be indexed, or an error."""
     wrong = isinstance(batches, Tensor | str | bytes | dict)
+    if isinstance(batches, Dataset) and callable(getattr(batches, "__len__", None)):
+        return batches  # type: ignore[return-value]  # map-style: fetched step by step
     if wrong or not isinstance(batches, Iterable):
         raise InnerLoopError(
             four_part(

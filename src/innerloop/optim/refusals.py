@@ -241,9 +241,10 @@ def unknown_optimizer(kind: type, known: Iterable[str]) -> InnerLoopError:
 
 def unnamed_parameter(position: int, param: Tensor) -> InnerLoopError:
     return refusal(
-        f"Parameter {position} of the optimizer, of shape {tuple(param.shape)}, is not among the "
-        "parameters you named.",
-        "a name for every parameter of the optimizer.",
+        f"Parameter {position} of the optimizer, of shape {tuple(param.shape)}, is not a "
+        "parameter of the model.",
+        "an optimizer over this model's own parameters; those of a copy are others.",
         "its updates would reach nothing.",
-        "optim.from_torch(optimizer, functional(model).params), with its model.",
+        "torch.optim.SGD(model.parameters(), lr=0.1) with the model that you pass on; or "
+        "optim.from_torch(optimizer, functional(model).params).",
     )

@@ -66,9 +66,12 @@ def _check(name: str, limit: Any) -> None:
         return
     if isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0:
         return
+    wrote = f"wrote {name}({limit!r})"
+    if isinstance(limit, Mapping):  # of gradients, which can be long
+        wrote = f"wrote grad_transform={name}"
     raise InnerLoopError(
         four_part(
-            f"You wrote {name}({limit!r}).",
+            f"You {wrote}.",
             "a number above 0, or a tensor with one.",
             "it bounds the size of the gradients.",
             f"innerloop.{name}(1.0).",

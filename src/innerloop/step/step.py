@@ -67,6 +67,8 @@ class InnerStep(Step):
     """Searches inner gradients made with a graph, until one has nothing to refuse."""
     look: Look | None = None
     """Called with the graphs of the loss and of the update where a step returns none."""
+    probe: Callable[[Tensor], None] | None = None
+    """Called with the value of the loss before the gradient is taken."""
     needs_view: Collection[int] | None = None
     """Ids of weights that meta, batch or loss may also depend on: each enters as a view.
 
@@ -104,6 +106,8 @@ class InnerStep(Step):
             needs_graph = grad_enabled and self._needs_graph(
                 state, meta, batch, found.out, sources, since
             )
+            if self.probe is not None:
+                self.probe(found.total.detach())
             grads = self.gradients(found.total, sources, needs_graph, since)
         if self.look is not None:
             self.look(_tree.tensors(found.out), sources.values())
@@ -432,6 +436,9 @@ class InnerStep(Step):
 
     def with_observer(self, look: Look) -> InnerStep:
         return self._with(look=look)
+
+    def with_probe(self, probe: Callable[[Tensor], None]) -> InnerStep:
+        return self._with(probe=probe)
 
     def with_start(self, start: Any) -> InnerStep:
         if torch.compiler.is_compiling() or not isinstance(self.rule, Rule):
