@@ -412,6 +412,16 @@ def test_inductor():
     assert_follows(inner, train, val, True, programs=1)
 
 
+@pytest.mark.slow
+def test_inductor_keeps_the_rate_of_a_matrix_product():
+    """It fuses ``add(a, b @ c, alpha=...)``, as the update of a layer without bias, without alpha."""
+    model = nn.Sequential(nn.Linear(1, 16, bias=False), nn.Tanh(), nn.Linear(16, 1))
+    inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, backward=il.Remat())
+    inner.compile("step")
+    *train, val = batches(4, inputs=1)
+    assert_follows(inner, train, val, False, programs=1)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_torch_compile_of_a_loop_is_its_own_compilation(fullgraph):
     inner, train, val = built()

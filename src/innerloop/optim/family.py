@@ -177,8 +177,11 @@ def smaller(tensor: Tensor, bound: Value) -> Tensor:
 
 
 def add_scaled(base: Tensor, other: Tensor, scale: Value) -> Tensor:
-    """``base + scale * other`` in one kernel where ``scale`` is a number."""
-    if isinstance(scale, Tensor):
+    """``base + scale * other`` in one kernel where ``scale`` is a number.
+
+    Compiled, without ``alpha``: inductor fuses ``add(a, b @ c, alpha=...)`` and loses the factor.
+    """
+    if isinstance(scale, Tensor) or torch.compiler.is_compiling():
         return base + scale * other
     return torch.add(base, other, alpha=scale)
 

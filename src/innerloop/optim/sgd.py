@@ -43,7 +43,7 @@ def _descend(
     params: Sequence[Tensor], grads: Sequence[Tensor | None], groups: Sequence[Group]
 ) -> list[Tensor] | None:
     """The update without momentum: so few operations that packing would cost more."""
-    new = []
+    new, compiling = [], torch.compiler.is_compiling()
     for param, grad, group in zip(params, grads, groups, strict=True):
         lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
         if isinstance(momentum, Tensor) or momentum != 0:
@@ -55,7 +55,8 @@ def _descend(
             grad = -grad
         if isinstance(decay, Tensor) or decay != 0:
             grad = add_scaled(grad, param, decay)
-        moved = param + -lr * grad if isinstance(lr, Tensor) else param.add(grad, alpha=-lr)
+        plain = not compiling and not isinstance(lr, Tensor)  # see add_scaled
+        moved = param.add(grad, alpha=-lr) if plain else param + -lr * grad
         # Settings in double precision promote a parameter without dimensions.
         new.append(moved if moved.dtype is param.dtype else moved.to(param.dtype))
     return new
