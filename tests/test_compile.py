@@ -414,7 +414,7 @@ def test_inductor():
 
 @pytest.mark.slow
 def test_inductor_keeps_the_rate_of_a_matrix_product():
-    """It fuses ``add(a, b @ c, alpha=...)``, as the update of a layer without bias, without alpha."""
+    """It loses alpha when it fuses ``add(a, b @ c, alpha=...)``, an update of a layer's weights."""
     model = nn.Sequential(nn.Linear(1, 16, bias=False), nn.Tanh(), nn.Linear(16, 1))
     inner = il.InnerLoop(model, optim.SGD(model.parameters(), lr=0.1), squares, backward=il.Remat())
     inner.compile("step")

@@ -55,8 +55,10 @@ def _descend(
             grad = -grad
         if isinstance(decay, Tensor) or decay != 0:
             grad = add_scaled(grad, param, decay)
-        plain = not compiling and not isinstance(lr, Tensor)  # see add_scaled
-        moved = param.add(grad, alpha=-lr) if plain else param + -lr * grad
+        if compiling or isinstance(lr, Tensor):  # as in add_scaled
+            moved = param + -lr * grad
+        else:
+            moved = param.add(grad, alpha=-lr)
         # Settings in double precision promote a parameter without dimensions.
         new.append(moved if moved.dtype is param.dtype else moved.to(param.dtype))
     return new
