@@ -231,13 +231,16 @@ def _row(run: Planned, entry: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def collect(entries: list[dict[str, Any]]) -> None:
-    """Writes what was reached to the repository. Runs of other machines stay in the file."""
+    """Writes what was reached to the repository. A run that got further elsewhere stays as it is."""
     if not entries:
         return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    own = {entry["name"] for entry in entries}
-    others = [entry for entry in known if entry["name"] not in own]
-    lines = [json.dumps(entry) for entry in others + entries]
+    furthest = {entry["name"]: entry for entry in known}
+    for entry in entries:
+        before = furthest.get(entry["name"])
+        if before is None or before["tasks_seen"] <= entry["tasks_seen"]:
+            furthest[entry["name"]] = entry
+    lines = [json.dumps(entry) for entry in furthest.values()]
     replace_file(RESULTS, "[\n" + ",\n".join(lines) + "\n]\n")  # a line for each run
 
 

@@ -113,7 +113,7 @@ def test_status_prints_and_keeps_what_was_reached(queue, plans, tmp_path, capsys
     folder.log(SECOND).parent.mkdir()
     folder.log(SECOND).write_text("| 2/10 [00:05<00:02, 1.2 updates/s]\r| 7/10 [00:05<00:02]")
     other = {"name": "on another machine", "accuracy": 0.9}
-    plans.replace_file(queue.RESULTS, json.dumps([other, {"name": FIRST, "state": "running"}]))
+    plans.replace_file(queue.RESULTS, json.dumps([other, {"name": FIRST, "tasks_seen": 20}]))
 
     queue.status(folder)
 
@@ -131,6 +131,14 @@ def test_status_prints_and_keeps_what_was_reached(queue, plans, tmp_path, capsys
         key: CONFIG[key] for key in ("tasks", "iterations", "filters", "steps", "query")
     }
     assert second["name"] == SECOND and "accuracy" not in second
+
+
+def test_a_run_that_got_further_elsewhere_stays(queue, plans, tmp_path):
+    folder, further = plans.Folder(tmp_path), {"name": FIRST, "tasks_seen": 10_000}
+    write_run(folder, FIRST, accuracies=(0.5,), notes={"tag": "v1"})
+    plans.replace_file(queue.RESULTS, json.dumps([further]))
+    queue.status(folder)
+    assert json.loads(queue.RESULTS.read_text()) == [further]
 
 
 @pytest.mark.parametrize(
