@@ -231,7 +231,7 @@ def _row(run: Planned, entry: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def collect(entries: list[dict[str, Any]]) -> None:
-    """Writes what was reached to the repository. A run that got further elsewhere stays as it is."""
+    """Writes what was reached to the repository. A run that got further elsewhere stays."""
     if not entries:
         return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
